@@ -26,12 +26,12 @@ from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, a
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
 OF_TORCHTUNE = {
-    "quickstart": ("commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
-    "plan": ("plan_command", "Say whether a config fits on a GPU, and what would help, without a GPU."),
-    "probe": ("commands", "Find the largest batch of a config on this machine, and stop before training."),
-    "run": ("commands", "Run a recipe; accepts everything that 'tune run' does, including torchrun's options."),
-    "validate": ("commands", "Check a config and its overrides, without loading a model."),
-    "download": ("commands", "Download a model, as 'tune download' does."),
+    "quickstart": ("cli.commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
+    "plan": ("plan.plan_command", "Say whether a config fits on a GPU, and what would help, without a GPU."),
+    "probe": ("cli.commands", "Find the largest batch of a config on this machine, and stop before training."),
+    "run": ("cli.commands", "Run a recipe; accepts everything that 'tune run' does, including torchrun's options."),
+    "validate": ("cli.commands", "Check a config and its overrides, without loading a model."),
+    "download": ("cli.commands", "Download a model, as 'tune download' does."),
 }
 """Command -> the module of ``_torchtune`` whose ``add_<command>`` adds it, and what the list of commands says."""
 

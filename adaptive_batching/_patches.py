@@ -58,7 +58,7 @@ PRIVATE = {
 """Dotted name -> what it is needed for."""
 
 REPLACED = {
-    # While a recipe is set up, trains or saves; each by ``replaced_in`` of ``_torchtune/stock.py``, which puts it back.
+    # While a recipe is set up, trains or saves; ``replaced_in`` (``_torchtune/stock/loading.py``) puts each back.
     "torchtune.training.register_optim_in_bwd_hooks": "has optimizers wait for the last micro-batch of a step",
     "torchtune.training.get_memory_stats": "is asked of a CPU by distributed recipes, where it fails",
     "torchtune.training.log_memory_stats": "logs them",

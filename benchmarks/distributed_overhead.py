@@ -104,7 +104,7 @@ def main() -> None:
         measure(inputs, directory, args.device, args.samples, int(first))
         return
 
-    from adaptive_batching._torchtune.quickstart import build
+    from adaptive_batching._torchtune.cli.quickstart import build
 
     pairs: list[float] = []
     seconds: list[list[float]] = [[], []]

@@ -33,7 +33,7 @@ from common import measure_in_fresh_process, measure_in_turns, write_report
 from omegaconf import OmegaConf
 from timed_epoch import time_epoch
 
-from adaptive_batching._torchtune.quickstart import Architecture, build, build_model, save_checkpoint
+from adaptive_batching._torchtune.cli.quickstart import Architecture, build, build_model, save_checkpoint
 from adaptive_batching.torchtune import load_stock
 
 ROOT = Path(__file__).parent.parent

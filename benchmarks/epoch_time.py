@@ -49,8 +49,8 @@ from torchtune import config
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe import find
-from adaptive_batching._torchtune import probing
-from adaptive_batching._torchtune.quickstart import build
+from adaptive_batching._torchtune.cli.quickstart import build
+from adaptive_batching._torchtune.train import probing
 from adaptive_batching._trace.trace import trace_peak_memory, trace_step
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 

@@ -38,7 +38,7 @@ from omegaconf import OmegaConf
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, release_cached_memory
 from adaptive_batching._probe.find import ProbeRequest, find_largest
-from adaptive_batching._torchtune.quickstart import Architecture, build
+from adaptive_batching._torchtune.cli.quickstart import Architecture, build
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 

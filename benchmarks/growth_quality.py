@@ -75,7 +75,7 @@ from overhead import TakingTurns, run_all
 from torchtune import config
 
 from adaptive_batching._report.events import Watcher
-from adaptive_batching._torchtune.quickstart import Architecture, build, save_checkpoint
+from adaptive_batching._torchtune.cli.quickstart import Architecture, build, save_checkpoint
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent

@@ -181,7 +181,7 @@ def write_config(directory: Path, device: str, samples: int) -> Path:
     """The quickstart's config for one epoch over ``samples``, without our fields."""
     from omegaconf import OmegaConf
 
-    from adaptive_batching._torchtune.settings import FIELDS
+    from adaptive_batching._torchtune.train.settings import FIELDS
 
     cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
     for field in FIELDS:
@@ -233,7 +233,7 @@ def main() -> None:
     if steps <= WARM_UP_STEPS or args.repeats < 1:
         parser.error(f"needs --samples > {WARM_UP_STEPS * BATCH_SIZE} and --repeats > 0")
 
-    from adaptive_batching._torchtune.quickstart import build
+    from adaptive_batching._torchtune.cli.quickstart import build
 
     pairs: list[float] = []
     step_seconds: list[list[float]] = [[], []]

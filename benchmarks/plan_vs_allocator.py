@@ -160,7 +160,7 @@ def config_of(row: Row, batch_size: int, folder: Path) -> Any:
     from omegaconf import OmegaConf
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    from adaptive_batching._torchtune.planning import CONFIGS
+    from adaptive_batching._torchtune.plan.planning import CONFIGS
 
     values: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{row.config}.yaml"), resolve=False)
     overrides = (f"output_dir={folder}", "gradient_accumulation_steps=1", f"batch_size={batch_size}", *row.overrides)
@@ -169,7 +169,7 @@ def config_of(row: Row, batch_size: int, folder: Path) -> Any:
 
 def plan(row: Row, folder: Path) -> dict[str, Any]:
     """Return what is planned of a run, and the largest batch for each card."""
-    from adaptive_batching._torchtune.planning import PlanRequest, sketch
+    from adaptive_batching._torchtune.plan.planning import PlanRequest, sketch
 
     made = sketch(PlanRequest(row.recipe, config_of(row, row.batch_size, folder), row.devices), row.length)
     need = made.forecast.need(row.batch_size)
@@ -188,7 +188,7 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
     import torch
     from omegaconf import OmegaConf
 
-    from adaptive_batching._torchtune.dry_run import load_zeros, stand_in
+    from adaptive_batching._torchtune.cli.dry_run import load_zeros, stand_in
 
     if row.devices > 1:
         os.environ.update(
@@ -352,7 +352,7 @@ def import_all() -> None:
     ):
         import torchtune  # noqa: F401
 
-        import adaptive_batching._torchtune.planning
+        import adaptive_batching._torchtune.plan.planning
         import adaptive_batching.torchtune  # noqa: F401
     has_triton.cache_clear()
     os.cpu_count = lambda: 8  # which torchtune divides by the number of devices, to none on a small machine

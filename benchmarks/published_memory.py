@@ -8,7 +8,7 @@ to be inferred is said. The planned figure is the peak of tensors (``peak_memory
 ``adaptive-batching plan`` computes it with the installed versions; the published ones were measured with versions that
 are older by up to two years. Where the code of then is known to have done otherwise, the run is planned a second time
 with that behaviour, and the error is of that plan: see ``AS_OF``. Nothing is tuned to the figures. Each plan says how
-far off these were, from ``AGAINST_PUBLISHED`` in ``_torchtune/plan_answer.py``. The last line printed is a JSON object.
+far off these were, from ``AGAINST_PUBLISHED`` in ``plan_answer.py``. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torchtune import training
 from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.modules import RMSNorm
 
-from adaptive_batching._torchtune.losses import NextToken
-from adaptive_batching._torchtune.objective import Sums
-from adaptive_batching._torchtune.plan_answer import AGAINST_PUBLISHED
-from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, sketch
+from adaptive_batching._torchtune.plan.plan_answer import AGAINST_PUBLISHED
+from adaptive_batching._torchtune.plan.planning import CONFIGS, PlanRequest, sketch
+from adaptive_batching._torchtune.stock.losses import NextToken
+from adaptive_batching._torchtune.stock.objective import Sums
 
 GIB = 2**30
 GB_IN_GIB = 10**9 / GIB  # torchtune logged GB until pull request 1348

@@ -90,7 +90,7 @@ def made_once(directory: Path) -> Iterator[bool]:
 @pytest.fixture(scope="session")
 def inputs(shared: Path) -> Path:
     """A directory with real text, a tokenizer trained on it, and a tiny model."""
-    from adaptive_batching._torchtune.quickstart import Architecture, build, build_model, save_checkpoint
+    from adaptive_batching._torchtune.cli.quickstart import Architecture, build, build_model, save_checkpoint
 
     with made_once(shared / "small") as missing:
         if missing:

@@ -23,10 +23,10 @@ import adaptive_batching
 from adaptive_batching import ConfigError, growth
 from adaptive_batching.__main__ import COMMANDS
 from adaptive_batching._growth.increase import resolve
-from adaptive_batching._torchtune.losses import next_token
-from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, read_settings
+from adaptive_batching._torchtune.stock.losses import next_token
+from adaptive_batching._torchtune.stock.objective import Objective, StockParts
+from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.train.settings import FIELDS, VALIDATION, read_settings
 from tests.conftest import ROOT
 from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, commands
 from tests.support.settings_table import PAGE, page

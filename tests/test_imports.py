@@ -97,6 +97,16 @@ def test_the_core_never_imports_torchtune_and_its_rooms_import_in_one_direction(
         assert {name.split("/")[0] for name in ours(path)} <= MAY_IMPORT[room] | {room}
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "_torchtune").glob("*/*.py")), ids=name_of)
+def test_rooms_of_the_recipes_import_from_lower_ones_alone(path: Path) -> None:
+    rooms = ["stock", "train", "ppo", "plan", "cli"]
+    own = rooms.index(path.parent.name)
+    imported_rooms = {parts[1] for parts in (name.split("/") for name in ours(path)) if parts[0] == "torchtune"}
+    assert not imported_rooms & {*rooms[own + 1 :]}
+    assert own == rooms.index("cli") or "recipe_classes" not in imported_rooms
+    assert not any(name.startswith("main") for name in ours(path))
+
+
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_what_decides_imports_no_torch(name: str) -> None:
     path = PACKAGE / f"_{name}.py"

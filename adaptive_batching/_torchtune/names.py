@@ -174,7 +174,7 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
         "recipe": name, "config": config, "overrides": overrides,
         "folder": str(folder), "devices": devices, "length": length,
     }  # fmt: skip
-    return [sys.executable, "-m", "adaptive_batching._torchtune.dry_run", json.dumps(given)]
+    return [sys.executable, "-m", "adaptive_batching._torchtune.cli.dry_run", json.dumps(given)]
 
 
 def add_ls(subparsers: Any, prog: str) -> None:

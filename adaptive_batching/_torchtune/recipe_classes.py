@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from adaptive_batching._torchtune.async_checkpoints import ThroughClient
-from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
-from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
-from adaptive_batching._torchtune.losses import (
+from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
+from adaptive_batching._torchtune.stock.async_checkpoints import ThroughClient
+from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint
+from adaptive_batching._torchtune.stock.loading import load_stock, load_stock_evaluation
+from adaptive_batching._torchtune.stock.losses import (
     AcceptsConfigsOfTorchao,
     distillation,
     fake_quantized,
     preferences,
 )
-from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
-from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
-from adaptive_batching._torchtune.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.settings import check_ppo_settings
-from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation
+from adaptive_batching._torchtune.stock.many_devices import ManyDevices, start_process_group
+from adaptive_batching._torchtune.stock.objective import Objective, StockParts
+from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation, BatchesThatFit
+from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.train.settings import check_ppo_settings
 from adaptive_batching._values import ConfigError
 
 MakeObjective = Callable[[StockParts], Objective]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from adaptive_batching._torchtune.dry_run import Checkpointer, write_zeros
+from adaptive_batching._torchtune.cli.dry_run import Checkpointer, write_zeros
 
 
 def test_weights_larger_than_the_hosts_memory_load(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import torch
 from adaptive_batching._emulated_device import control
 from adaptive_batching._emulated_device.control import Counters
 from adaptive_batching._out_of_memory import forget_frames
-from adaptive_batching._torchtune.data import index_of
-from adaptive_batching._torchtune.gradients import discard
-from adaptive_batching._torchtune.launch import mistakes_in_one_line
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
+from adaptive_batching._torchtune.stock.data import index_of
+from adaptive_batching._torchtune.train.gradients import discard
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
 PATIENCE = 120  # seconds of a step; then the process ends, and says where it was (pytest shows that with -s)

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from adaptive_batching._emulated_device import control
-from adaptive_batching._torchtune.loop import TrainingLoop
-from adaptive_batching._torchtune.stock import load_stock
+from adaptive_batching._torchtune.stock.loading import load_stock
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, sample_of
 from tests.integration.two_ranks import in_the_group_of_this_launch

@@ -20,9 +20,9 @@ from torch import nn
 
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._emulated_device import control
-from adaptive_batching._torchtune.data import index_of
-from adaptive_batching._torchtune.dry_run import load_zeros
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.cli.dry_run import load_zeros
+from adaptive_batching._torchtune.stock.data import index_of
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
 from tests.emulated.test_probe import CONFIGS

@@ -18,9 +18,9 @@ from torchtune import config
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.found import Found
-from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.probing import Probe
-from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.train.probing import Probe
+from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._values import MemoryAmount
 from adaptive_batching.torchtune import run_recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice

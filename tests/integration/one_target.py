@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset
 
 from adaptive_batching._growth.noise_scale import NoiseEstimate
-from adaptive_batching._torchtune.gradients import forward_backward
-from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.train.gradients import forward_backward
 
 # Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.
 NOISE = [

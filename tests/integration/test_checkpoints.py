@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune.data import Sample, index_of
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.stock.data import Sample, index_of
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests import conftest
 from tests.conftest import ROOT, Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
@@ -310,7 +310,7 @@ def test_a_run_that_was_killed_while_saving_an_epoch_goes_on_from_the_one_before
         raise KeyboardInterrupt
 
     # A kill leaves no time to restore the state.
-    unrestored = mock.patch("adaptive_batching._torchtune.checkpoints.restore_state")
+    unrestored = mock.patch("adaptive_batching._torchtune.stock.checkpoints.restore_state")
     with mock.patch.object(target, name, killed), unrestored, pytest.raises(KeyboardInterrupt):
         tune_run("full", "epochs=3")
     assert (tmp_path / "out" / "recipe_state" / "recipe_state.before").exists()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close
 from tests.support.records import events
 

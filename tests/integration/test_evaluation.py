@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._torchtune.evaluating import BatchesThatFit
-from adaptive_batching._torchtune.stock import any_version_of_the_harness, load_stock, replaced_in
+from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, load_stock, replaced_in
+from adaptive_batching._torchtune.train.evaluating import BatchesThatFit
 from tests.support.harness import DOCUMENTS, TASKS, evaluation_config, make_harness_inputs, task_manager
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")

@@ -8,7 +8,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from adaptive_batching._torchtune.exploring import sizes_to_time
+from adaptive_batching._torchtune.train.exploring import sizes_to_time
 from tests.conftest import TuneRun, assert_same_weights
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
@@ -75,8 +75,8 @@ def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_c
 ) -> None:
     """No gradients are carried into the next epoch, and no adapters merged."""
     common = ["gradient_accumulation_steps=5", "adaptive_batching.memory_limit=8GiB"]
-    monkeypatch.setattr("adaptive_batching._torchtune.exploring.sizes_to_time", lambda *_: [2])
-    monkeypatch.setattr("adaptive_batching._torchtune.exploring.is_packed", lambda _: True)  # leaves "auto" out
+    monkeypatch.setattr("adaptive_batching._torchtune.train.exploring.sizes_to_time", lambda *_: [2])
+    monkeypatch.setattr("adaptive_batching._torchtune.train.exploring.is_packed", lambda _: True)  # leaves "auto" out
     explored = tune_run("lora", *common, "micro_batch_size=explore", name="explored")
     pasted = tune_run("lora", *common, "micro_batch_size=2", name="pasted")
     assert explored.metrics == pasted.metrics

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptive_batching._micro_batches.split import Capacity
-from adaptive_batching._torchtune.data import Sample
-from adaptive_batching._torchtune.gradients import gather_gradients
-from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.loop import Training
-from adaptive_batching._torchtune.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.stock.data import Sample
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.train.gradients import gather_gradients
+from adaptive_batching._torchtune.train.loop import Training
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Explore, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 
@@ -97,6 +97,6 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
 
             compare()
 
-    monkeypatch.setattr("adaptive_batching._torchtune.session.TrainingLoop", Compared)
+    monkeypatch.setattr("adaptive_batching._torchtune.train.session.TrainingLoop", Compared)
     tune_run(kind, f"loss._component_={loss}", "epochs=1")
     assert max(tried) >= 5 and sum(count > 1 for count in tried) > 6

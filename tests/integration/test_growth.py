@@ -8,7 +8,7 @@ import pytest
 
 from adaptive_batching._growth.increase import IncreaseFunction
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.faults import CountingModel
 from tests.support.overrides import DOUBLE, SGD

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from adaptive_batching._torchtune import commands
+from adaptive_batching._torchtune.cli import commands
 from adaptive_batching._torchtune.names import config_files
 from adaptive_batching.torchtune import entry_point, recipe
 from tests.conftest import ROOT

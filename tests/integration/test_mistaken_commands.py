@@ -18,7 +18,7 @@ from torchtune._cli.run import Run
 
 from adaptive_batching import ConfigError
 from adaptive_batching.__main__ import main
-from adaptive_batching._torchtune.launch import mistakes_in_one_line
+from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching.torchtune import load_stock
 from recipes import full_finetune_single_device
 from tests.conftest import ROOT

@@ -8,7 +8,7 @@ import pytest
 
 from adaptive_batching._growth.increase import GrowthState
 from adaptive_batching._growth.noise_scale import NoiseEstimate, NoiseScale
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import TuneRun
 from tests.integration.faults import disarm, plan
 from tests.integration.one_target import NOISE, mean_of, truth

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batching._ranks.fsdp import can_drain
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.stock import load_stock
+from adaptive_batching._torchtune.stock.loading import load_stock
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small

@@ -16,7 +16,7 @@ from torchtune.models.llama2 import llama2_classifier
 from torchtune.modules import KVCache
 
 from adaptive_batching._micro_batches.split import Capacity
-from adaptive_batching._torchtune import probing
+from adaptive_batching._torchtune.train import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
 from tests.support.overrides import DOUBLE
@@ -164,7 +164,7 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
 
 def without_trying_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the forward of a few samples by which recovery knows that a model can be split: it would fail."""
-    monkeypatch.setattr("adaptive_batching._torchtune.session.batch_dependent_module", lambda host: None)
+    monkeypatch.setattr("adaptive_batching._torchtune.train.session.batch_dependent_module", lambda host: None)
 
 
 @pytest.mark.parametrize("phase", ["rollout", "learning"])

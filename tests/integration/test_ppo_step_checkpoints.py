@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune.checkpoints import from_last_checkpoint, restore_state, take_value_model_of
+from adaptive_batching._torchtune.stock.checkpoints import from_last_checkpoint, restore_state, take_value_model_of
 from adaptive_batching._values import ConfigError
 from tests.conftest import assert_same_weights
 from tests.integration.test_checkpoints import full_disk_from

@@ -27,9 +27,9 @@ import pytest
 
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._report.events import read_events
-from adaptive_batching._torchtune import probing, session
-from adaptive_batching._torchtune.data import index_of
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.stock.data import index_of
+from adaptive_batching._torchtune.train import probing, session
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, without_pages
 from tests.integration import faults
 from tests.support.garbage import quicken_collections

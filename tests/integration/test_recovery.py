@@ -15,7 +15,7 @@ from torchtune.modules import RMSNorm
 
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.faults import CountingModel, disarm, full_model, plan
 from tests.support.overrides import DOUBLE, SGD
@@ -346,7 +346,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
 
     common = [*SGD, COUNTING, "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
-    monkeypatch.setattr("adaptive_batching._torchtune.gradients.num_allocation_retries", rising)
+    monkeypatch.setattr("adaptive_batching._torchtune.train.gradients.num_allocation_retries", rising)
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
     CountingModel.shapes.clear()
     shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from adaptive_batching._report.events import read_events
 from adaptive_batching._report.page import write_page
-from adaptive_batching._torchtune.loop import TrainingLoop
-from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.settings import read_settings
 from tests import conftest
 from tests.conftest import Run, TuneRun
 from tests.integration.faults import disarm, plan

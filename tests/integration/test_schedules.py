@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._torchtune.data import Sample, index_of
-from adaptive_batching._torchtune.growing import Growth
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.stock.data import Sample, index_of
+from adaptive_batching._torchtune.train.growing import Growth
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
 from tests.support.overrides import VALIDATE

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtune.modules.peft import LoRALinear
 
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAULTS, IN_TWO, KINDS, OTHERS, same_everywhere

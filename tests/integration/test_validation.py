@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from torchtune.datasets import SFTDataset, instruct_dataset
 from torchtune.modules.attention_utils import packed_block_causal_mask
 
-from adaptive_batching._torchtune import validating
-from adaptive_batching._torchtune.objective import Sums
-from adaptive_batching._torchtune.validating import Validation
+from adaptive_batching._torchtune.stock.objective import Sums
+from adaptive_batching._torchtune.train import validating
+from adaptive_batching._torchtune.train.validating import Validation
 from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import VALIDATE

@@ -36,8 +36,8 @@ from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._ranks import agree
-from adaptive_batching._torchtune import many_devices, session, splitting
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.train import collectives, session, splitting
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import ARCHITECTURE, ROOT, all_that_fits, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
@@ -426,7 +426,7 @@ def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
 
     def limited(*arguments: Any, **named: Any) -> Any:
         limit_memory(extra_mib)
-        return many_devices.record_collectives(*arguments, **named)
+        return collectives.record_collectives(*arguments, **named)
 
     probe = [*PROBE, "adaptive_batching.memory_limit=8GiB", "max_steps_per_epoch=4"]
     for name, overrides in {"fixed": ["batch_size=64"], "probed": probe}.items():

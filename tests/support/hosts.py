@@ -11,10 +11,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._torchtune.data import SampleLoader
-from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.losses import NextToken
-from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.stock.data import SampleLoader
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.losses import NextToken
+from adaptive_batching._torchtune.stock.objective import Objective
 
 ALONE = Ranks(alone=True)
 SAMPLES = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 9, 3, 7, 4, 8, 6)]

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._gpus import find_gpus
 from adaptive_batching._torchtune.names import LAUNCHED
-from adaptive_batching._torchtune.planning import PlanRequest, sketch
+from adaptive_batching._torchtune.plan.planning import PlanRequest, sketch
 from tests.support.processes import in_a_process
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-import adaptive_batching._torchtune.planning  # noqa: F401 (has the process that others are forked from import torchtune)
+import adaptive_batching._torchtune.plan.planning  # noqa: F401 (has the process that others are forked from import torchtune)
 
 T = TypeVar("T")
 FORKED = multiprocessing.get_context("forkserver")

@@ -244,7 +244,7 @@ def in_tree(tree: Path, names: list[str], inputs: Path, directory: Path) -> None
 
 
 def make_inputs(directory: Path) -> Path:
-    from adaptive_batching._torchtune.quickstart import Architecture, build, build_model, save_checkpoint
+    from adaptive_batching._torchtune.cli.quickstart import Architecture, build, build_model, save_checkpoint
 
     small = Architecture(**SMALL)
     build(directory, architecture=small)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from adaptive_batching._config import LR_SCALINGS, AdaptiveBatchingConfig
 from adaptive_batching._probe.search import SEARCHES
-from adaptive_batching._torchtune.settings import FIELDS
+from adaptive_batching._torchtune.train.settings import FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 _START, _END = "<!-- from AdaptiveBatchingConfig -->\n", "<!-- end -->"

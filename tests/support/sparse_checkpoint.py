@@ -9,7 +9,7 @@ import torch
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.modules import TransformerDecoder
 
-from adaptive_batching._torchtune.dry_run import write_zeros
+from adaptive_batching._torchtune.cli.dry_run import write_zeros
 
 _FILE = "model.safetensors"
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from adaptive_batching._torchtune import async_checkpoints
-from adaptive_batching._torchtune.async_checkpoints import _supersede, check_that_state_is_there
+from adaptive_batching._torchtune.stock import async_checkpoints
+from adaptive_batching._torchtune.stock.async_checkpoints import _supersede, check_that_state_is_there
 from adaptive_batching._values import ConfigError
 
 

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry
 from torchtune.config._utils import _get_component_from_path
 
-from adaptive_batching._torchtune.meta_setup import Data, on_devices, set_up
-from adaptive_batching._torchtune.settings import FIELDS, read_evaluation, read_settings
+from adaptive_batching._torchtune.plan.meta_setup import Data, on_devices, set_up
+from adaptive_batching._torchtune.train.settings import FIELDS, read_evaluation, read_settings
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ROOT
 from tests.support.planned_batches import ADAPTIVE, planned_apart, question_of, shown

@@ -6,8 +6,8 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from adaptive_batching._torchtune.data import SampleLoader, check_data_fills_a_step, stretch
-from adaptive_batching._torchtune.objective import worst_case_sample
+from adaptive_batching._torchtune.stock.data import SampleLoader, check_data_fills_a_step, stretch
+from adaptive_batching._torchtune.stock.objective import worst_case_sample
 from adaptive_batching._values import ConfigError
 from tests.support.hosts import next_token
 

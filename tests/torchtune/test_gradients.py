@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchtune.training import OffloadActivations
 
-from adaptive_batching._torchtune import gradients
+from adaptive_batching._torchtune.train import gradients
 from tests.support.hosts import host, next_token
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._torchtune.meta_setup import Data, set_up
-from adaptive_batching._torchtune.planning import NotPlannedError, PlanRequest, sketch
-from adaptive_batching._torchtune.stand_ins import image_of, run_without_values
+from adaptive_batching._torchtune.plan.meta_setup import Data, set_up
+from adaptive_batching._torchtune.plan.planning import NotPlannedError, PlanRequest, sketch
+from adaptive_batching._torchtune.stock.stand_ins import image_of, run_without_values
 from adaptive_batching._trace.trace import trace_step
 from tests.support import vision
 from tests.torchtune.test_meta_setup import (

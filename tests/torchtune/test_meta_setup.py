@@ -24,12 +24,12 @@ from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
-from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.losses import preferences
-from adaptive_batching._torchtune.meta_setup import RECIPES, Allocations, Data, on_devices, set_up
-from adaptive_batching._torchtune.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.stock import load_stock
-from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, set_up
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.loading import load_stock
+from adaptive_batching._torchtune.stock.losses import preferences
+from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._trace.recorder import state_tensors
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep

@@ -16,9 +16,9 @@ from torchtune.config import instantiate
 
 from adaptive_batching.__main__ import main
 from adaptive_batching._plan import Answer, MemoryEstimate, OutsideAllocator, gpu_memory
-from adaptive_batching._torchtune.plan_answer import AGAINST_ALLOCATOR, AGAINST_PUBLISHED, first_line, how_sure
-from adaptive_batching._torchtune.plan_command import load_config
-from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, levers, look_out
+from adaptive_batching._torchtune.plan.plan_answer import AGAINST_ALLOCATOR, AGAINST_PUBLISHED, first_line, how_sure
+from adaptive_batching._torchtune.plan.plan_command import load_config
+from adaptive_batching._torchtune.plan.planning import CONFIGS, PlanRequest, levers, look_out
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import Reserved
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.found import settings_of_memory
-from adaptive_batching._torchtune.probing import CacheInputs
-from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.train.probing import CacheInputs
+from adaptive_batching._torchtune.train.settings import read_settings
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"

@@ -16,11 +16,11 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest, find_largest
-from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.losses import Distillation
-from adaptive_batching._torchtune.objective import StockParts
-from adaptive_batching._torchtune.splitting import MicroBatch, Recovery, SplitPolicy, Splitter, remedy
-from adaptive_batching._torchtune.training_step import remedies
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.losses import Distillation
+from adaptive_batching._torchtune.stock.objective import StockParts
+from adaptive_batching._torchtune.train.splitting import MicroBatch, Recovery, SplitPolicy, Splitter, remedy
+from adaptive_batching._torchtune.train.training_step import remedies
 from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 from tests.support.hosts import ALONE, SAMPLES, host

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._torchtune.learning_rate import SecondMoment, check_that_beta2_can_follow
+from adaptive_batching._torchtune.stock.learning_rate import SecondMoment, check_that_beta2_can_follow
 from adaptive_batching._values import ConfigError
 
 BETAS = (0.9, 0.99)

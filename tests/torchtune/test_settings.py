@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching._torchtune.growing import what_keeps_global_batch
-from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
+from adaptive_batching._torchtune.train.growing import what_keeps_global_batch
+from adaptive_batching._torchtune.train.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._values import ByLength, ConfigError
 from tests.conftest import ROOT
 

@@ -9,10 +9,10 @@ import torch
 
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.split import Capacity, length_in_chunks
-from adaptive_batching._torchtune import splitting
-from adaptive_batching._torchtune.host import OptimizersInBackward
-from adaptive_batching._torchtune.losses import NextToken
-from adaptive_batching._torchtune.splitting import SplitPolicy, Splitter
+from adaptive_batching._torchtune.stock.host import OptimizersInBackward
+from adaptive_batching._torchtune.stock.losses import NextToken
+from adaptive_batching._torchtune.train import splitting
+from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 

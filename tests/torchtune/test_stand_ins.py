@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torchtune.modules import MultiHeadAttention
 from torchtune.training import OffloadActivations
 
-from adaptive_batching._torchtune import objective
-from adaptive_batching._torchtune.meta_setup import Data, set_up
-from adaptive_batching._torchtune.stand_ins import SMALLEST
+from adaptive_batching._torchtune.plan.meta_setup import Data, set_up
+from adaptive_batching._torchtune.stock import objective
+from adaptive_batching._torchtune.stock.stand_ins import SMALLEST
 from adaptive_batching._trace.recorder import Recorder
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TRACED_SIZES

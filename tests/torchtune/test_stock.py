@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from adaptive_batching._torchtune.stock import load_stock_evaluation
+from adaptive_batching._torchtune.stock.loading import load_stock_evaluation
 
 MODULE = "_torchtune_stock_eleuther_eval"
 

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching._torchtune.meta_setup import RECIPES, Data, on_devices, set_up
-from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, sketch
+from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Data, on_devices, set_up
+from adaptive_batching._torchtune.plan.planning import CONFIGS, PlanRequest, sketch
 from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 

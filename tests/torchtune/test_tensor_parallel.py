@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from adaptive_batching._plan import MemoryEstimate
-from adaptive_batching._torchtune.meta_setup import Data, on_devices, set_up
-from adaptive_batching._torchtune.planning import NotPlannedError, PlanRequest, sketch
-from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._torchtune.plan.meta_setup import Data, on_devices, set_up
+from adaptive_batching._torchtune.plan.planning import NotPlannedError, PlanRequest, sketch
+from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._trace.recorder import handle_bytes
 from adaptive_batching._trace.trace import trace_step
 from tests.conftest import ROOT

@@ -24,13 +24,13 @@ from adaptive_batching._device import without_waiting
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._torchtune.data import Sample, index_of
-from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
-from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.loop import Loop, Training, recorded_memory
-from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
-from adaptive_batching._torchtune.splitting import MicroBatch, Recovery, Splitter
+from adaptive_batching._torchtune.stock.data import Sample, index_of
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.objective import Sums
+from adaptive_batching._torchtune.train.gradients import apply_gradients, gather_gradients
+from adaptive_batching._torchtune.train.loop import Loop, Training, recorded_memory
+from adaptive_batching._torchtune.train.splitting import MicroBatch, Recovery, Splitter
 
 
 class Rollout:

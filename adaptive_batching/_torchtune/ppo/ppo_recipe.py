@@ -20,18 +20,18 @@ from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune import checkpoints
-from adaptive_batching._torchtune.growing import StockSchedule
-from adaptive_batching._torchtune.loop import Training
-from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
-from adaptive_batching._torchtune.probing import CacheInputs, Probe, Probed, cached_probe, upper_bound
-from adaptive_batching._torchtune.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.session import Session
-from adaptive_batching._torchtune.settings import check_ppo_settings
-from adaptive_batching._torchtune.splitting import Recovery, Splitter
-from adaptive_batching._torchtune.stock import replaced_in
+from adaptive_batching._torchtune.stock import checkpoints
+from adaptive_batching._torchtune.stock.loading import replaced_in
+from adaptive_batching._torchtune.stock.objective import worst_case_sample
+from adaptive_batching._torchtune.train.growing import StockSchedule
+from adaptive_batching._torchtune.train.loop import Training
+from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe, upper_bound
+from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.train.session import Session
+from adaptive_batching._torchtune.train.settings import check_ppo_settings
+from adaptive_batching._torchtune.train.splitting import Recovery, Splitter
 from adaptive_batching._trace.training import TrainingStep
 
 log = logging.getLogger(__name__)

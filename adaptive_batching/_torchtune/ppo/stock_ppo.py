@@ -17,9 +17,9 @@ from torchtune.rlhf import PPOStats, Trajectory
 
 from adaptive_batching._device import without_waiting
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._torchtune.data import Sample, indexed, stretch
-from adaptive_batching._torchtune.host import Host, MemoryHistory, OptimizersInBackward, StockRun
-from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
+from adaptive_batching._torchtune.stock.data import Sample, indexed, stretch
+from adaptive_batching._torchtune.stock.host import Host, MemoryHistory, OptimizersInBackward, StockRun
+from adaptive_batching._torchtune.stock.objective import Batch, Counts, Objective, Sums
 
 _OF_LEARNING = (
     "query_responses", "logprobs", "values", "position_ids", "response_padding_masks", "value_padding_masks",

@@ -1,0 +1,1 @@
+"""The commands, and how a recipe is launched."""

@@ -1,0 +1,302 @@
+"""Run a recipe from its file: the command line, log lines for people, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune import config
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+import adaptive_batching
+from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._ranks.agree import is_lost_rank
+from adaptive_batching._torchtune.names import config_on_command_line
+from adaptive_batching._torchtune.recipe_classes import EVALUATION, recipe
+from adaptive_batching._torchtune.stock import compiling
+from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation
+from adaptive_batching._torchtune.train.growing import resolve_increase
+from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
+from adaptive_batching._torchtune.train.settings import (
+    check_ppo_settings,
+    read_evaluation,
+    read_settings,
+    read_validation,
+)
+from adaptive_batching._torchtune.train.stock_keys import (
+    check_components,
+    check_keys,
+    check_kinds,
+    refused_in_one_line,
+    set_up_in_one_line,
+)
+from adaptive_batching._torchtune.train.validating import check_validation
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
+
+log = logging.getLogger(__name__)
+
+QUIET, VERBOSE, ONLY_PROBES = "-q", "-v", "--only-probe"
+"""Flags of a recipe's command line, besides what torchtune reads."""
+
+# Where memory ran out, and what to do.
+_BEFORE_TRAINING = (
+    "before training, where the model and its data are set up",
+    ". What takes less: dtype=bf16, LoRA or QLoRA, a smaller model; 'adaptive-batching plan', with the config and "
+    "overrides of this run, says what fits",
+)
+_LEAVE_MORE = ". Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
+_IN_TRAINING = (
+    "outside a forward or backward, where nothing can run again",
+    f"; checkpoints saved before are intact{_LEAVE_MORE}",
+)
+_IN_EVALUATION = "outside a batch, where nothing can run again", _LEAVE_MORE
+# Seconds that a rank waits before it tells its mistake, for the rank that has more to say.
+_FIRST_RANK_TELLS, _OTHERS_KNOW_WHY = 5.0, 15.0
+_RANK = int(os.environ.get("RANK", 0))
+_NOT_OF_THE_USER = [
+    str(Path(adaptive_batching.__file__).parent),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+]
+
+
+def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
+    """Return the main function of the file of a recipe, which reads the command line as torchtune does."""
+
+    def main() -> Any:
+        begun = []
+        flags = {argument for argument in sys.argv[1:] if argument in (QUIET, VERBOSE, ONLY_PROBES)}
+        sys.argv = [argument for argument in sys.argv if argument not in flags]
+
+        def recipe_main(cfg: DictConfig) -> None:
+            begun.append(cfg)
+            _run(recipe_class, cfg, flags)
+
+        recipe_main.__doc__ = recipe_class.__doc__
+        try:
+            return config.parse(recipe_main)()
+        except Exception as error:
+            if begun:
+                raise
+            line = _mistake(error)
+            _wait_for_the_rank_that_tells(error)
+            raise SystemExit(f"error: {line}") from None
+
+    return main
+
+
+def _mistake(error: Exception) -> str:
+    """Say in one line why a command line cannot be read, which ``tune run`` has not checked."""
+    config_path = config_on_command_line()
+    if isinstance(error, FileNotFoundError):
+        remedy = "'tune run' knows torchtune's alone by name; use 'adaptive-batching run', or copy it with its 'cp'"
+        return f"there is no config {config_path!r}; {remedy}"
+    what = f"{_what_cannot_be_read()} cannot be read ({first_line(error)})"
+    return f"{what}; write key=value, with a value of the same kind as in the config"
+
+
+def _what_cannot_be_read() -> str:
+    """Name the first override on the command line that cannot be read by itself, or what else it may be."""
+    config_path = config_on_command_line()
+    try:
+        values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
+    except Exception:  # whatever is wrong with it
+        return f"the config {config_path!r}"
+    for override in (argument for argument in sys.argv[1:] if "=" in argument):
+        try:
+            _merge_yaml_and_cli_args(values, [override])
+        except Exception:
+            return override
+    return "the command line"
+
+
+def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
+    """Set a recipe up and train it, or evaluate if that is what it does, as the ``recipe_main`` of a stock recipe.
+
+    A mistake ends in one line that names key, value and remedy, after the frames of the user's own code if it raised.
+
+    Args:
+        recipe_class: The recipe. Its ``prepare``, if it trains, is called with the config before it is made.
+        cfg: Its config.
+
+    Raises:
+        SystemExit: With that line.
+    """
+    _run(recipe_class, cfg, set())
+
+
+def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
+    _log_for_people(flags)
+    with compiling.limits_restored():
+        if issubclass(recipe_class, AdaptiveEvaluation):
+            _evaluate(recipe_class, cfg, flags)
+        else:
+            _train(recipe_class, cfg, flags)
+
+
+def _check_device(cfg: DictConfig) -> None:
+    """Refuse a CUDA device that is not there: stock says that it lacks bf16."""
+    asked = str(cfg.get("device"))
+    if asked.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        build = "" if torch.version.cuda else ", and torch is built without CUDA"
+        raise ConfigError(
+            f"device={asked}: no GPU is found here{build}; add device=cpu dtype=fp32 to train on the CPU, or ask "
+            f"'adaptive-batching plan' what the config takes on a GPU"
+        )
+
+
+def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
+    with mistakes_in_one_line(*_BEFORE_TRAINING):
+        _check_device(cfg)
+        if ONLY_PROBES in flags:
+            raise ConfigError("probe finds the batch size of a training run, but this recipe evaluates; use 'run'")
+        check_kinds(cfg)
+        check_components(cfg)
+        read_evaluation(cfg, warns=False)
+        made = _set_up(recipe_class, cfg, flags)
+    with mistakes_in_one_line(*_IN_EVALUATION):
+        made.evaluate()
+
+
+def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
+    with mistakes_in_one_line(*_BEFORE_TRAINING):
+        if ONLY_PROBES in flags:
+            cfg.use_maximum_batch_size = True
+        _check_device(cfg)
+        _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
+        recipe_class.prepare(cfg)
+        made = _set_up(recipe_class, cfg, flags)
+    with mistakes_in_one_line(*_IN_TRAINING):
+        if ONLY_PROBES not in flags:
+            made.train()
+        made.ranks.leave()
+        made.cleanup()
+
+
+def check_settings(cfg: DictConfig, name: str | None) -> None:
+    """Refuse what the settings of a config ask for in vain, as its recipe does before it loads anything.
+
+    Args:
+        cfg: The config.
+        name: Of the recipe; None if it is not known, for what holds in all that train.
+
+    Raises:
+        AdaptiveBatchingError: On the first mistake.
+    """
+    if name == EVALUATION:
+        check_kinds(cfg)
+        check_components(cfg)
+        read_evaluation(cfg, warns=False)
+        return
+    if name is not None:
+        check_keys(cfg, name)
+    _check_training(cfg, None if name is None else recipe(name))
+    if name == "ppo_full_finetune_single_device":
+        check_ppo_settings(cfg)
+
+
+def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
+    check_kinds(cfg)
+    check_components(cfg)
+    increase = resolve_increase(read_settings(cfg, warns=False))
+    if increase.noise_scale_every is not None:
+        check_that_noise_can_be_measured(cfg, increase.reader)
+    check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+
+
+def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
+    if VERBOSE in flags:
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+    with refused_in_one_line():
+        made = recipe_class(cfg=cfg)
+    with set_up_in_one_line(cfg):
+        made.setup(cfg=cfg)
+    return made
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
+    """End mistakes in one line; ``where`` and ``remedy`` are for memory that runs out inside."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, AdaptiveBatchingError):
+            line = str(error)
+        elif isinstance(error, OmegaConfBaseException):
+            line = (
+                f"the config lacks a key, or belongs to another recipe ({first_line(error).rstrip('.')}); add it, or "
+                "use a config that 'adaptive-batching ls' lists with this recipe"
+            )
+        elif is_lost_rank(error):
+            line = (
+                "lost the connection to another rank: it has ended, and its last line says why. If it is still "
+                "running, check the network between the hosts"
+            )
+        elif is_out_of_memory(error):
+            line = f"out of memory {where} ({first_line(error)}){remedy}"
+        else:
+            raise
+        _wait_for_the_rank_that_tells(error)
+        if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
+            sys.stderr.write(_frames_of_the_user(error))
+        else:
+            log.debug("in full:", exc_info=error)
+        raise SystemExit(f"error: {line}") from None
+
+
+def _wait_for_the_rank_that_tells(error: Exception) -> None:
+    """Wait, on a rank that torchrun has started, while another is to tell the mistake.
+
+    Mostly all ranks meet the same one. When the first has told it and ended, torchrun ends those that still wait.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        is_first = os.environ.get("LOCAL_RANK") == "0"
+        time.sleep(_OTHERS_KNOW_WHY if is_lost_rank(error) else 0 if is_first else _FIRST_RANK_TELLS)
+
+
+class _ForPeople(logging.Formatter):
+    """Messages as they are; the level only where it matters, and the rank where it is not the first."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return level + ("" if _RANK == 0 else f"rank {_RANK}: ") + super().format(record)
+
+
+def _log_for_people(flags: set[str]) -> None:
+    """Show our log on the first rank, and on others what only they know, unless the program has set logging up."""
+    if QUIET in flags:
+        logging.disable(logging.INFO)  # stock sets the level of its loggers each time that it logs
+    if logging.getLogger().handlers:
+        return
+    logger = logging.getLogger("adaptive_batching")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_ForPeople("%(message)s"))
+        if _RANK > 0:
+            handler.addFilter(lambda record: hasattr(record, "only_here") or record.levelno > logging.WARNING)
+        logger.addHandler(handler)
+    shown = logging.DEBUG if VERBOSE in flags else logging.INFO
+    logger.setLevel(shown if _RANK == 0 else logging.WARNING)
+
+
+def _frames_of_the_user(error: BaseException) -> str:
+    """Return the frames of code that is neither ours nor installed, from the errors that led to ``error``."""
+    lines: list[str] = []
+    while (cause := error.__cause__) is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        shown = [frame for frame in frames if not frame.filename.startswith(("<", *_NOT_OF_THE_USER))]
+        if shown:
+            lines += [*traceback.format_list(shown), f"{type(cause).__name__}: {cause}\n"]
+        error = cause
+    return "".join(lines)

@@ -1,0 +1,1 @@
+"""What would fit, known from a trace before anything is downloaded or run."""

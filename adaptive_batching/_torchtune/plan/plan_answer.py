@@ -1,0 +1,338 @@
+"""A plan as an answer: in words, as one object or as a picture, with what would help, each planned as its own run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptive_batching._gpus import Gpu
+from adaptive_batching._plan import Answer, MemoryEstimate
+from adaptive_batching._torchtune.plan import planning
+from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
+from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.traced_step import BACKWARD, FORWARD, KINDS
+
+VERSION = 1
+"""Of the object that ``--json`` prints."""
+
+AGAINST_ALLOCATOR = {
+    "rows": 45, "max_allocated_error": 0.0007, "max_reserved_error": 0.0177, "largest_batch_equal": 0.992,
+}  # fmt: skip
+"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors as shares
+of real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py`` measures again."""
+
+AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
+"""Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
+planned are, and all. ``benchmarks/published_memory.py`` plans them again."""
+
+# Entries of the object that a sketch and its need have under the same names
+_OF_RUN = ("paged_bytes", "parameters", "trained_parameters", "frozen_parameters", "assumes")
+_OF_STEP = ("batch_size", "peak_bytes", "resting_bytes", "flops", "recomputed_flops")
+_POINTS = 12  # of a picture
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line, read."""
+
+    config: str
+    question: PlanRequest
+    length: int | None
+    length_unknown: str  # why, where it is not known
+    lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
+    gpus: Sequence[Gpu]  # the question is about the smallest
+    mfu: float | None
+    levers: bool
+    table: bool
+    plot: Path | None
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return min(self.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+
+
+def answer(asked: Asked, *, as_json: bool) -> int:
+    """Print the plan that is asked for, and return the exit code."""
+
+    def show(*lines: str) -> None:
+        if not as_json:
+            print("\n".join(lines), flush=True)
+
+    question, length = asked.question, asked.length
+    if length is None or asked.table or asked.levers:
+        planning.start_processes()
+    if length is None:
+        found, unknown = planning.over_lengths(question), Answer.CANNOT_TELL
+        shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
+        shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
+        show(f"{unknown}: length unknown, because {asked.length_unknown}; give --sequence-length", *_lengths(found))
+        code = unknown
+    else:
+        start = time.perf_counter()
+        made = planning.sketch(question, length)
+        shown, lines = _plan(asked, made)
+        show(*lines)
+        if asked.plot is not None:
+            _draw(asked, made, asked.plot)
+            show("", f"Picture: {asked.plot}")
+        if asked.table:
+            shown["lengths"] = planning.over_lengths(question, length)
+            show("", *_lengths(shown["lengths"]))
+        if asked.levers:
+            shown["levers"] = planning.pull_levers(made)
+            show("", f"What would help, for {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
+        shown["seconds"] = round(time.perf_counter() - start, 2)
+        code = made.need.within(question.memory_bytes)
+    if as_json:
+        print(json.dumps(shown, indent=1))
+    return int(code.value)
+
+
+def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
+    """Return the plan as an object, and in words."""
+    question, need, largest = asked.question, made.need, made.largest
+    memory, found = question.memory_bytes, need.within(question.memory_bytes)
+    epochs, of_epochs = _epochs(made)
+    epoch_flops = _epoch_flops(asked, made)
+    hours = None
+    if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
+        hours = epoch_flops / question.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
+    shown = {
+        "version": VERSION,
+        "config": asked.config,
+        **{key: getattr(question, key) for key in ("recipe", "devices", "memory_bytes")},
+        **{key: getattr(made, key) for key in _OF_RUN},
+        **{key: getattr(need, key) for key in _OF_STEP},
+        "answer": str(found),
+        "fits": None if found is Answer.CANNOT_TELL else found is Answer.FITS,
+        "needed_bytes": {"least": need.least_bytes, "most": need.most_bytes},
+        "left_bytes": None if memory is None else memory - need.most_bytes,
+        "sequence_length": made.length,
+        "error": AGAINST_PUBLISHED,
+        "allocator": AGAINST_ALLOCATOR,
+        "set_up_bytes": made.forecast.set_up.most_bytes,
+        "reserved_bytes": need.reserved.by_default,
+        "reserved": asdict(need.reserved),
+        "outside_bytes": {each.name: [each.least, each.most] for each in need.outside},
+        "peak": {"moment": need.moment, **need.kinds},
+        "largest_micro_batch": largest,
+        "token_budget": None if largest is None else largest * made.length,
+        "gpus": [_on(gpu, made) for gpu in asked.gpus],
+        "epochs": epochs,
+        "epoch_flops": epoch_flops,
+        "hours_per_epoch": hours,
+    }
+    several = len(asked.gpus) > 1
+    head = _heads(shown["gpus"], made) if several else _head(asked, made)
+    lines = [*head, "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), ""]
+    lines += [] if several else [*of_epochs, "", *_work(asked, made, epoch_flops, hours), ""]
+    return shown, [*lines, how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED)]
+
+
+def _on(gpu: Gpu, made: TracedPlan) -> dict[str, Any]:
+    found, memory = made.need.within(gpu.memory_bytes), gpu.memory_bytes
+    largest = made.forecast.largest(memory)
+    return {"name": gpu.name, "memory_bytes": memory, "answer": str(found), "largest_micro_batch": largest}
+
+
+def _heads(gpus: Sequence[Mapping[str, Any]], made: TracedPlan) -> list[str]:
+    """Return the answer on several GPUs, one line each."""
+    rows = [["GPU", "memory", "answer", "largest micro-batch"]]
+    for each in gpus:
+        rows.append([each["name"], _size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
+    need = f"{_size(made.need.least_bytes)} to {_size(made.need.most_bytes)}{_on_the_host(made.paged_bytes)}"
+    return [f"{_forward(made)}{_of_devices(made)} needs {need}", *_table(rows), *_assumed(made)]
+
+
+def _head(asked: Asked, made: TracedPlan) -> list[str]:
+    length, largest = made.length, made.largest
+    where = (f" on {asked.gpu.name}" if asked.gpu else "") + _of_devices(made)
+    line = first_line(made.need, made.question.memory_bytes, _forward(made), where)
+    lines = [line + _on_the_host(made.paged_bytes)]
+    if largest is not None:
+        lines.append(f"largest micro-batch: {_samples(largest)} of {length:,} tokens")
+        lines.append(f"token budget: {largest * length:,} padded tokens in a forward")
+    return lines + _assumed(made)
+
+
+def _forward(made: TracedPlan) -> str:
+    return f"a forward of {made.asked} x {made.length:,} tokens"
+
+
+def _of_devices(made: TracedPlan) -> str:
+    return f" on each of {made.question.devices} devices" if made.question.devices > 1 else ""
+
+
+def _on_the_host(paged_bytes: int) -> str:
+    return f"; plus up to {_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
+
+
+def _assumed(made: TracedPlan) -> list[str]:
+    return [] if made.assumes is None else [f"assumed: {made.assumes}"]
+
+
+def first_line(need: MemoryEstimate, memory: int | None, what: str, where: str) -> str:
+    """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
+    found, least, most = need.within(memory), need.least_bytes, need.most_bytes
+    if memory is None:
+        return f"{found}: {what} needs {_size(least)} to {_size(most)}; give --memory or --gpu"
+    of_memory = f"of {_size(memory)}{where}"
+    if found is Answer.FITS:
+        return f"{found}: {what} needs at most {_size(most)} {of_memory}, {_size(memory - most)} left"
+    if found is Answer.TIGHT:
+        return (
+            f"{found}: {what} needs {_size(least)} to {_size(most)} {of_memory}; "
+            f"{_size(memory - least)} left in the best case, {_size(most - memory)} too little in the worst"
+        )
+    return f"{found}: {what} needs at least {_size(least)} {of_memory}, {_size(least - memory)} too little"
+
+
+def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
+    reserved = need.reserved
+    best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
+    rows = [
+        ["tensors", _size(need.peak_bytes), f"{_size(need.resting_bytes)} between steps"],
+        ["reserved by the allocator", _size(reserved.by_default), f"{_size(reserved.least)} is enough, with retries"],
+        ["with expandable segments", _size(reserved.expandable), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
+        *([each.name, f"{_size(each.least)} to {_size(each.most)}", each.source] for each in need.outside),
+        ["fits from", _size(need.most_bytes), "reserved, and the upper figures above"],
+        ["does not fit below", _size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
+    ]
+    if paged_bytes:
+        why = "moved to host memory when the GPU is short of room"
+        rows.append(["paged optimizer states", _size(paged_bytes), why])
+    return _table(rows)
+
+
+def _peak(need: MemoryEstimate) -> list[str]:
+    kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
+    rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
+    during = f"{need.moment} pass" if need.moment in (FORWARD, BACKWARD) else need.moment
+    return [f"At the peak, in the {during}:", *_table(rows)]
+
+
+def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Return the epochs as objects, None if they are not known, and in words."""
+    if made.question.samples is None:
+        return None, ["Epochs: number of samples unknown; give --samples"]
+    if not made.largest:
+        return None, ["Epochs: not planned, as no memory is given or nothing fits"]
+    probed, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
+    rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
+    for epoch in epochs:
+        sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
+        rows.append([str(epoch.epoch), sizes, windows, str(epoch.steps), str(epoch.dropped_samples)])
+    head = f"Epochs, with batches of at most {probed.maximum} ({probed.reason})"
+    head += "" if is_decided else "; growth is decided during training and not shown"
+    return [asdict(epoch) for epoch in epochs], [head, *_table(rows)]
+
+
+def _epoch_flops(asked: Asked, made: TracedPlan) -> float | None:
+    """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
+    need, samples, length = made.need, asked.question.samples, made.length
+    attention = need.attention_flops / need.batch_size
+    others = (need.flops - need.recomputed_flops) / need.batch_size - attention
+    if asked.lengths is None:
+        return None if samples is None else samples * (others + attention)
+    shares = [min(each, length) / length for each in asked.lengths]  # attention grows with their square
+    return sum(share * others + share * share * attention for share in shares)
+
+
+def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: float | None) -> list[str]:
+    need, length = made.need, made.length
+    line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
+    if need.recomputed_flops:
+        line += f", and {_flops(need.recomputed_flops)} to recompute activations"
+    lines = [line + f" ({need.batch_size} x {length:,} tokens, per device)"]
+    if epoch_flops is not None:
+        tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"
+        line = f"  an epoch of {_samples(asked.question.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
+        if hours is not None and asked.gpu is not None:
+            line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
+        lines.append(line)
+    return lines
+
+
+def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> str:
+    """Return how far off plans were, in per cent, rounded up."""
+    reserved = math.ceil(1000 * allocator["max_reserved_error"]) / 10
+    return (
+        f"How sure: the answer rests on reserved memory. In {allocator['rows']} runs on PyTorch's own allocator, "
+        f"without a GPU, that was within {reserved:g} % of the plan. {published['peaks']} peaks published for GPUs "
+        f"were within {math.ceil(100 * published['all_within'])} %."
+    )
+
+
+def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [["tokens", *(f"{batch} need" for batch in planning.BATCHES), "largest micro-batch"]]
+    for each in found:
+        largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
+        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
+        rows.append([f"{each['sequence_length']:,}", *needs, largest])
+    return ["Samples in a forward", *_table(rows)]
+
+
+def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [["", "saves", "then fits", "to paste"]]
+    for each in found:
+        saved = "?" if each["saved_bytes"] is None else _size(each["saved_bytes"])
+        largest = each["largest_micro_batch"]
+        fits = "?" if largest is None else f"{largest} x {each['sequence_length']:,}"
+        paste = each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"
+        rows.append([each["name"], saved, fits, paste])
+    return _table(rows)
+
+
+def _draw(asked: Asked, made: TracedPlan, path: Path) -> None:
+    """Draw what is alive at the peak by kind, and what a card must have, over the batch size."""
+    from matplotlib.figure import Figure  # optional; the object-oriented interface: no display, no global state
+
+    forecast, batch_size, largest = made.forecast, made.asked, made.largest
+    devices, memory = asked.question.devices, asked.question.memory_bytes
+    last = max(2 * batch_size, 8) if largest is None else max(batch_size, largest + largest // 4, 8)
+    sizes = sorted({1, batch_size, largest or 1, *(1 + (last - 1) * step // (_POINTS - 1) for step in range(_POINTS))})
+    alive = [forecast.step.at(size).at_peak()[1] for size in sizes]
+    kinds = [kind for kind in KINDS if any(each[kind] for each in alive)]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(sizes, [[each[kind] / GIB for each in alive] for kind in kinds], labels=kinds, alpha=0.6)
+    most = [forecast.most_bytes(size) / GIB for size in sizes]
+    axes.plot(sizes, most, color="black", linewidth=1, label="with this much it fits")
+    if memory is not None:
+        axes.axhline(memory / GIB, color="tab:red", linestyle="--", label=f"{memory / GIB:.1f} GiB")
+    axes.axvline(batch_size, color="grey", linewidth=0.8, label=f"asked for: {batch_size}")
+    if largest:
+        axes.axvline(largest, color="grey", linestyle=":", label=f"largest that fits: {largest}")
+    title = f"{asked.config}, samples of {made.length:,} tokens"
+    title += f", one of {devices} devices" if devices > 1 else ""
+    axes.set(xlabel="samples of a forward", ylabel="memory (GiB)", xlim=(1, sizes[-1]), ylim=(0, None), title=title)
+    axes.legend(loc="upper left", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _samples(number: int) -> str:
+    return "1 sample" if number == 1 else f"{number:,} samples"
+
+
+def _size(num_bytes: float) -> str:
+    if abs(num_bytes) >= GIB / 10:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB"
+
+
+def _flops(flops: float) -> str:
+    for unit, name in ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs")):
+        if flops >= unit:
+            return f"{flops / unit:.1f} {name}"
+    return f"{flops / 1e9:.1f} GFLOPs"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return indented lines with columns that line up; the last column is as wide as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

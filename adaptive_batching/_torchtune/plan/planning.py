@@ -1,0 +1,317 @@
+"""The plan of a run: what its config takes of each device, what the run would make of it, and what would help.
+
+Plans with other settings, lengths or batch sizes are made in parallel, by processes that are forked from one that has
+only imported what they need: where autograd has run with a CUDA build of torch, it refuses to run in a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from torchtune import _recipe_registry as registry
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
+from adaptive_batching._plan import Forecast, MemoryEstimate, outside_of_allocator
+from adaptive_batching._probe.sizes import candidate_sizes
+from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
+from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.losses import fake_quantized, next_token
+from adaptive_batching._torchtune.stock.stand_ins import COLLATE
+from adaptive_batching._torchtune.train.growing import Growth, accumulation_of, make_controller, resolve_increase
+from adaptive_batching._torchtune.train.probing import Probed, accumulates, settled, upper_bound
+from adaptive_batching._torchtune.train.settings import read_settings
+from adaptive_batching._torchtune.train.splitting import SplitPolicy
+from adaptive_batching._torchtune.train.training_step import training_step
+from adaptive_batching._trace.bits_and_bytes import paged_bytes
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._values import ConfigError, Fixed, Whole, first_line
+
+CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a sample in a table
+BATCHES = (1, 2, 4, 8, 16, 32)  # samples of a forward in a table
+
+_SOME_SAMPLES = 2**16  # where the number is not known, more than a batch has; each step of the schedule is computed
+_CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+_PAGED = "bitsandbytes.optim.PagedAdamW8bit"
+_TRAIN_ALL = ("full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed", "qat_distributed")
+_COMPILE_NOTHING = ("lora_dpo_distributed", "qat_distributed", "qat_lora_finetune_distributed")
+_CORES = os.cpu_count() or 1
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["adaptive_batching._torchtune.plan.plan_process"])
+
+
+class NotPlannedError(RuntimeError):
+    """Raised for what no plan can be made of; the message says why."""
+
+
+class TooLongError(ConfigError):
+    """Raised for samples that are longer than the model takes."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to plan."""
+
+    recipe: str
+    cfg: DictConfig
+    devices: int = 1
+    samples: int | None = None  # of the data; None if that is not known
+    memory_bytes: int | None = None  # of a device; None if that is not known
+
+    def changed(self, overrides: str) -> PlanRequest:
+        """Return the question with ``key=value`` pairs, as they are pasted into a command line, in the config."""
+        cfg = OmegaConf.merge(self.cfg, OmegaConf.from_dotlist(overrides.split()))
+        assert isinstance(cfg, DictConfig)
+        return replace(self, cfg=cfg)
+
+
+@dataclass(frozen=True)
+class TracedPlan:
+    """A run on paper, traced at one length."""
+
+    question: PlanRequest
+    length: int
+    forecast: Forecast
+    asked: int  # samples of a forward that the config asks for at least
+    paged_bytes: int  # optimizer states that lie in managed memory, on top of all others
+    trained_parameters: int
+    parameters: int
+    frozen_parameters: int  # of the reference model or the teacher, if there is one
+    assumes: str | None  # of samples, in words; None if their length says all
+
+    @cached_property
+    def need(self) -> MemoryEstimate:
+        return self.forecast.need(self.asked)
+
+    @cached_property
+    def largest(self) -> int | None:
+        """Samples of the largest forward that fits; None if the memory is not known."""
+        memory = self.question.memory_bytes
+        return None if memory is None else self.forecast.largest(memory)
+
+
+def sketch(question: PlanRequest, length: int) -> TracedPlan:
+    """Set a run up on paper and trace its step on samples of ``length`` tokens: two forwards where gradients add up."""
+    allocations = Allocations()
+    with _set_up(question, length, allocations) as (host, run, settings):
+        set_up = allocations.so_far(empties_cache=question.devices > 1 or settings.probes)
+        most = min(int(getattr(model, "max_seq_len", length)) for model in host.models)
+        if length > most:
+            raise TooLongError(
+                f"samples have {length} tokens, but the model takes at most {most}; set tokenizer.max_seq_len"
+            )
+        data: Data = host.loader.dataset
+        in_parts = accumulates(host, run, settings, measures_noise=False)
+        step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
+        forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
+        sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        assumes = "both answers of each pair have that length" if data.pairs else str(data.image or "") or None
+        return TracedPlan(
+            question, length, forecast, _asked(run, settings), sum(map(paged_bytes, host.optimizers)),
+            sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
+            sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes,
+        )  # fmt: skip
+
+
+def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
+    """Return the least forward that the settings leave to a run: 1 where it takes what fits."""
+    if isinstance(settings.micro_batch_size, Fixed):
+        return settings.micro_batch_size.samples
+    takes_what_fits = settings.use_maximum_batch_size and not settings.grows
+    return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1
+
+
+def look_out(question: PlanRequest, length: int, largest: int) -> tuple[Probed, list[PlannedEpoch], bool]:
+    """Return a run's largest batch if ``largest`` samples fit, its epochs, and whether training cannot change them."""
+    with _set_up(question, length) as (host, run, settings):
+        increase = resolve_increase(settings)
+        upper, reason = upper_bound(host, run, settings)
+        probed = Probed(upper, reason, settings.micro_batch_size)
+        if settings.probes:
+            rounds = settings.round_to_power_of_two and not settings.fills_memory
+            sizes = candidate_sizes(upper, powers_of_two=rounds, include=run.batch_size if settings.grows else None)
+            found = max((size for size in sizes if size <= largest), default=1)
+            by = reason if found == sizes[-1] else "memory"
+            probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
+        controller = make_controller(host, run, increase, accumulation_of(settings, run), probed, {})
+        is_decided = controller.decides_early and increase.noise_scale_every is None
+        split_policy = SplitPolicy(is_stock=not settings.enabled)
+        growth = Growth(host, run, replace(increase, noise_scale_every=None), controller, split_policy, {})
+        return probed, growth.course.plan(0), is_decided
+
+
+@contextlib.contextmanager
+def _set_up(
+    question: PlanRequest, length: int, allocations: Allocations | None = None
+) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
+    _check_covered(question)
+    dataset = question.cfg.get("dataset")
+    packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
+    data = Data(length, question.samples or _SOME_SAMPLES, packed)
+    with quiet(), on_devices(question.devices):
+        settings = read_settings(question.cfg, warns=False)
+        cfg = question.changed("device=cuda").cfg
+        host, run = set_up(question.recipe, cfg, data, question.devices, allocations)
+        yield host, run, settings
+
+
+def _check_covered(question: PlanRequest) -> None:
+    """Refuse what would be planned wrongly, or ends in the first step."""
+    cfg = question.cfg
+    collate = str(cfg.get("collate_fn", ""))
+    if "image" in collate and collate != COLLATE:
+        raise NotPlannedError(f"collate_fn={collate} makes batches of images that plan does not know; use {COLLATE}")
+    tensor_parallel = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel == 1 or not question.recipe.startswith("full_finetune"):
+        return
+    ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
+    if cfg.get("clip_grad_norm") is not None:
+        raise NotPlannedError(
+            f"{ends}: torch cannot compute a gradient norm over several meshes; set clip_grad_norm=null"
+        )
+    of_torch = str(cfg.optimizer["_component_"]).startswith("torch.optim.")
+    if tensor_parallel == question.devices and of_torch and cfg.optimizer.get("foreach") is not False:
+        raise NotPlannedError(
+            f"{ends}: on this many devices, norms are not distributed tensors, and torch's foreach optimizers cannot "
+            "mix the two; set optimizer.foreach=False, or train on more devices"
+        )
+
+
+def levers(question: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanRequest, int]]:
+    """Yield what would save memory: a name, what to add to the command line, and the run and the length it makes."""
+    recipe, model = question.recipe, question.cfg.model
+    for name, paste in _of_config(question):
+        yield name, paste, question.changed(paste), length
+    is_quantized = "qlora" in str(model["_component_"]) or bool(model.get("quantize_base", False))
+    kinds = ["LoRA"] if recipe in _TRAIN_ALL else []
+    kinds += [] if is_quantized or "qat" in recipe else ["QLoRA"]
+    for name in kinds:
+        yield from ((name, *found, length) for found in _with_adapters(question, f"{name.lower()}_"))
+    if length >= 256:
+        yield "shorter samples", f"tokenizer.max_seq_len={length // 2}", question, length // 2
+    if not recipe.endswith("single_device"):
+        more = replace(question, devices=question.devices * 2)
+        yield "more devices", f"--nproc_per_node {more.devices}", more, length
+
+
+def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
+    cfg, recipe = question.cfg, question.recipe
+    checkpoints, checkpointing = cfg.get("enable_activation_checkpointing"), "enable_activation_checkpointing=True"
+    offloading = "enable_activation_offloading=True"
+    if not checkpoints:
+        yield "activation checkpointing", checkpointing
+    cannot_offload = "vision" in str(cfg.model["_component_"]) or recipe.startswith("knowledge")
+    if not cfg.get("enable_activation_offloading", False) and not cannot_offload:
+        if checkpoints:
+            yield "activation offloading", offloading
+        else:
+            yield "activation checkpointing and offloading", f"{offloading} {checkpointing}"
+    if not cfg.get("compile", False) and recipe not in _COMPILE_NOTHING:
+        yield "compile", "compile=True"
+    if cfg.loss["_component_"] != _CHUNKED and RECIPES[recipe] in (next_token, fake_quantized):
+        yield "chunked loss", f"loss._component_={_CHUNKED}"
+    if recipe in _TRAIN_ALL and recipe != "full_dpo_distributed" and not cfg.get("optimizer_in_bwd", False):
+        paste = "optimizer_in_bwd=True"
+        paste += "" if cfg.get("clip_grad_norm") is None else " clip_grad_norm=null"
+        paste += "" if cfg.get("gradient_accumulation_steps", 1) == 1 else " gradient_accumulation_steps=1"
+        yield "optimizer in the backward pass", paste
+    optimizer = str(cfg.optimizer["_component_"])
+    if not optimizer.startswith("torch.optim."):
+        return
+    if any(each in optimizer for each in ("Adam", "SGD", "Adagrad")) and not cfg.optimizer.get("fused", False):
+        paste = "optimizer.fused=True"
+        yield "fused optimizer", paste + (" optimizer.foreach=null" if cfg.optimizer.get("foreach") else "")
+    # FSDP's sharded parameters are not for bitsandbytes
+    if "Adam" in optimizer and recipe == "full_finetune_single_device":
+        yield "8-bit optimizer", f"optimizer._component_={_PAGED}"
+
+
+def _with_adapters(question: PlanRequest, kind: str) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield what to paste for the adapters that a stock config gives the same model, and the run; none if none does."""
+    builder = str(question.cfg.model["_component_"]).rpartition(".")
+    wanted = f"{builder[0]}.{kind}{builder[2].removeprefix('lora_').removeprefix('qlora_')}"
+    recipe = question.recipe.replace("full_", "lora_", 1).replace("qat_distributed", "qat_lora_finetune_distributed")
+    knows_no_quantized = recipe == question.recipe and recipe.startswith(("lora_dpo", "knowledge"))
+    listed = "lora_finetune_single_device" if knows_no_quantized else recipe  # any recipe with adapters takes a model
+    for config in [config for stock in registry.get_all_recipes() if stock.name == listed for config in stock.configs]:
+        if Path(config.file_path).is_absolute():  # one of ours
+            continue
+        other = OmegaConf.load(CONFIGS / config.file_path)
+        assert isinstance(other, DictConfig)
+        if other.model["_component_"] != wanted or other.model.get("use_dora", False):
+            continue
+        if recipe == question.recipe:  # from LoRA to QLoRA
+            paste = f"model._component_={wanted}"
+            yield paste, question.changed(paste)
+        else:
+            size = f"batch_size={question.cfg.batch_size}"
+            paste = f"adaptive-batching run {recipe} --config {config.name} {size}"
+            yield paste, replace(question, recipe=recipe, cfg=other).changed(size)
+        return
+
+
+def start_processes() -> None:
+    """Start the process that others are forked from. What it imports takes seconds, in which this one can go on."""
+    if _CORES > 1:
+        forkserver.ensure_running()
+
+
+def pull_levers(made: TracedPlan) -> list[dict[str, Any]]:
+    """Return what each lever saves and the largest batch with it, best first."""
+    found = _in_parallel(_pulled, [(*lever, made.need) for lever in levers(made.question, made.length)])
+    return sorted(found, key=lambda each: -(each["saved_bytes"] if each["saved_bytes"] is not None else -(2**62)))
+
+
+def _pulled(task: tuple[str, str, PlanRequest, int, MemoryEstimate]) -> dict[str, Any]:
+    name, paste, question, length, before = task
+    found: dict[str, Any] = {"name": name, "paste": paste, "saved_bytes": None, "reserved_bytes": None,
+                             "largest_micro_batch": None, "sequence_length": length, "reason": None}  # fmt: skip
+    try:
+        made = sketch(question, length)
+        found["reserved_bytes"] = made.forecast.need(before.batch_size).reserved.by_default
+        found["saved_bytes"] = before.reserved.by_default - found["reserved_bytes"]
+        found["largest_micro_batch"] = made.largest
+    except Exception as error:  # whatever stock refuses or a trace cannot follow
+        found["reason"] = first_line(error)[:200]
+    return found
+
+
+def over_lengths(question: PlanRequest, longest: int | None = None) -> list[dict[str, Any]]:
+    """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known."""
+    lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
+    found = _in_parallel(_at_length, [(question, length) for length in lengths])
+    return [each for each in found if each is not None]
+
+
+def _at_length(task: tuple[PlanRequest, int]) -> dict[str, Any] | None:
+    try:
+        made = sketch(*task)
+    except TooLongError:
+        return None
+    return {
+        "sequence_length": made.length,
+        "batch_size": made.asked,
+        "needed_bytes": made.forecast.most_bytes(made.asked),
+        "needed_by_batch": {str(batch): made.forecast.most_bytes(batch) for batch in BATCHES},
+        "largest_micro_batch": made.largest,
+    }
+
+
+def _in_parallel(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
+    workers = min(_CORES, len(tasks), 4)  # each takes some hundred MiB
+    if workers < 2:
+        return [function(task) for task in tasks]
+    with ProcessPoolExecutor(workers, mp_context=_PROCESSES) as pool:
+        return list(pool.map(function, tasks))

@@ -1,0 +1,334 @@
+"""Complete stock's checkpoints, and find the one to go on from.
+
+Whatever ends a run, the last checkpoint stands. At the end of an epoch stock writes its weights into a folder of their
+own, and the state of the optimizer over the last one. What its checkpointers write at an optimizer step goes into
+another folder, renamed when complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune import training
+from torchtune.training.checkpointing import _utils
+from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
+
+from adaptive_batching._torchtune.stock.data import STATE_KEY
+from adaptive_batching._torchtune.stock.loading import replaced_in
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError
+
+_FULL_MESSAGES = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "StorageFull",  # safetensors
+    "PytorchStreamWriter failed",
+    "unexpected pos",  # torch.save, which finds less in the file than it has written
+)
+STATE_NAME = "recipe_state.pt"
+_ASIDE = ".before"
+_UNFINISHED = "unfinished_checkpoint"  # what a killed run leaves there is never read
+WITHIN_TRAINING = -1
+"""Epoch that makes stock's recipes save the state of the optimizer, whichever epoch it is: no run ends with it."""
+
+
+class CheckpointError(AdaptiveBatchingError, RuntimeError):
+    """A checkpoint could not be written. The message says which one stands."""
+
+
+@contextlib.contextmanager
+def _undone_if_disk_is_full(
+    name: str, output_dirs: Sequence[Path], undo: Callable[[], None], what_stands: Callable[[Path], str]
+) -> Iterator[None]:
+    """Have a full disk end the saving of a checkpoint with a CheckpointError, after ``undo``."""
+    try:
+        yield
+    except Exception as error:
+        if not _says_that_disk_is_full(error):
+            raise
+        undo()
+        free, full = min((shutil.disk_usage(output_dir).free, output_dir) for output_dir in output_dirs)
+        raise CheckpointError(
+            f"the checkpoint of {name} cannot be written: the disk of output_dir={str(full)!r} is full, with "
+            f"{free / 2**20:,.0f} MiB free after removing the incomplete checkpoint. {what_stands(output_dirs[0])}"
+        ) from None
+
+
+def _says_that_disk_is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(message in str(error) for message in _FULL_MESSAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextlib.contextmanager
+def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
+    """Keep the last checkpoint usable while stock saves that of ``epoch``: weights first, then state over the old one.
+
+    The old state is put aside meanwhile, if there is room for both, so that weights and state of the last checkpoint
+    belong together whatever happens; after a kill :func:`restore_state` puts it back. If the disk is full, what was
+    written of this checkpoint is gone.
+    """
+    folder, state = output_dir / f"epoch_{epoch}", _state_of_epoch(output_dir)
+    is_new = not folder.exists()
+    if state.is_file():
+        last = (path.stat().st_size for path in output_dir.glob(f"epoch_{epoch - 1}/**/*") if path.is_file())
+        if shutil.disk_usage(output_dir).free > 2 * state.stat().st_size + sum(last):
+            state.replace(state.with_suffix(_ASIDE))
+
+    def undo() -> None:
+        if is_new:  # half a checkpoint would be taken for the last one on resume
+            shutil.rmtree(folder, ignore_errors=True)
+        restore_state(output_dir)
+
+    try:
+        with _undone_if_disk_is_full(f"epoch {epoch}", [output_dir], undo, _what_stands_of_epochs):
+            yield
+    finally:
+        restore_state(output_dir)
+
+
+def restore_state(output_dir: Path) -> None:
+    """Put back the state that was put aside, unless a new one is complete; the last epoch writes none."""
+    state = _state_of_epoch(output_dir)
+    aside = state.with_suffix(_ASIDE)
+    if aside.exists() and not (state.is_file() and zipfile.is_zipfile(state)):
+        aside.replace(state)
+    aside.unlink(missing_ok=True)
+
+
+def _state_of_epoch(output_dir: Path) -> Path:
+    """Return the file that stock keeps the state of the last epoch in."""
+    return Path(output_dir, RECIPE_STATE_DIRNAME, STATE_NAME)
+
+
+def _epoch_of(state: Path) -> int | None:
+    """Return the epoch that a stored state was saved at the end of; None if it cannot be read."""
+    try:
+        return int(torch.load(state, mmap=True, weights_only=True, map_location="cpu")[training.EPOCHS_KEY]) - 1
+    except (OSError, RuntimeError, KeyError, EOFError, ValueError):
+        return None
+
+
+def _what_stands_of_epochs(output_dir: Path) -> str:
+    if any(output_dir.glob("dist_epoch_*")):
+        return "The asynchronous checkpoints in it are intact"
+    epoch = _epoch_of(_state_of_epoch(output_dir))
+    if epoch is None:
+        return "There is no checkpoint to resume from"
+    folder = output_dir / f"epoch_{epoch}"
+    files = _weights_in(folder)
+    which = f" 'checkpointer.checkpoint_files=[{','.join(files)}]'" if files else ""
+    return (
+        f"The checkpoint of epoch {epoch} in {folder} is intact; to resume from it, free some space and add "
+        f"resume_from_checkpoint=True{which}"
+    )
+
+
+def _weights_in(folder: Path) -> list[str]:
+    """Return the files to name in ``checkpoint_files``: none with adapters, which go on from the model's own."""
+    if any(folder.glob("adapter_model*")):
+        return []
+    return sorted(f"{folder.name}/{path.name}" for path in folder.glob("model-*"))
+
+
+@contextlib.contextmanager
+def saved_as_step(step: int, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
+    """Have what checkpointers of stock save inside become folders ``step_<step>``, all of them or none.
+
+    With each comes its folder. The optimizer's state is moved into the first one's, which is completed last, as that
+    state makes a checkpoint; the one before is deleted, as stock keeps only one. If the disk is full, it stands.
+    """
+    output_dirs = [output_dir for _, output_dir in checkpointers]
+
+    def clear() -> None:
+        for output_dir in output_dirs:
+            shutil.rmtree(output_dir / _UNFINISHED, ignore_errors=True)
+
+    clear()
+    with contextlib.ExitStack() as stack:
+        for checkpointer, output_dir in checkpointers:
+            stack.enter_context(mock.patch.object(checkpointer, "_output_dir", output_dir / _UNFINISHED))
+        stack.enter_context(_undone_if_disk_is_full(f"step {step}", output_dirs, clear, _what_stands_of_steps))
+        yield
+        _complete(output_dirs, f"step_{step}")
+
+
+def _complete(output_dirs: Sequence[Path], name: str) -> None:
+    written = [_prepared(output_dir / _UNFINISHED) for output_dir in output_dirs]
+    has_state = (written[0] / STATE_NAME).exists()
+    for output_dir in output_dirs:  # first the state, which must not be found with files that are not its own
+        if (output_dir / name).exists():  # of an earlier run, or of this one before it was resumed
+            (output_dir / name).rename(output_dir / _UNFINISHED / "replaced")
+    for folder, output_dir in reversed(list(zip(written, output_dirs, strict=True))):
+        folder.rename(output_dir / name)
+        flush(output_dir)
+    for output_dir in output_dirs:
+        shutil.rmtree(output_dir / _UNFINISHED)
+    for earlier in _states_of_steps(output_dirs[0]) if has_state else ():
+        if earlier.parent.name != name:
+            earlier.unlink()
+
+
+def _prepared(unfinished: Path) -> Path:
+    """Return the folder of the weights that have been written, with the state, if there is one, and on the disk."""
+    [written] = unfinished.glob("epoch_*")
+    state = _state_of_epoch(unfinished)
+    if state.exists():
+        state.rename(written / STATE_NAME)
+    for path in (*written.rglob("*"), written):
+        flush(path)  # else a power cut could leave files that are named and empty
+    return written
+
+
+def flush(path: Path) -> None:
+    """Wait until ``path``, a file or a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _states_of_steps(output_dir: Path) -> list[Path]:
+    """Return the stored states of optimizers in the folders of steps, the newest last."""
+    found = [path for path in output_dir.glob(f"step_*/{STATE_NAME}") if re.fullmatch(r"step_\d+", path.parent.name)]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _what_stands_of_steps(output_dir: Path) -> str:
+    states = _states_of_steps(output_dir)
+    if not states:
+        return "There is no checkpoint of a step to resume from"
+    return (
+        f"The checkpoint {states[-1].parent.name} is intact; to resume from it, free some space and add "
+        "resume_from_checkpoint=True"
+    )
+
+
+@contextlib.contextmanager
+def unchanged_weights(model: nn.Module | None) -> Iterator[None]:
+    """Restore the frozen weights of ``model``, into which stock merges adapters that the next epoch adds once more."""
+    frozen = [] if model is None else [p for p in model.parameters() if not p.requires_grad]
+    saved = [(p, p.detach().clone()) for p in frozen if type(p.data) is torch.Tensor]
+    yield
+    with torch.no_grad():
+        for parameter, before in saved:
+            parameter.copy_(before)
+
+
+@contextlib.contextmanager
+def with_batch_state(checkpointer: Any, state: dict[str, Any] | None) -> Iterator[None]:
+    """Have ``checkpointer`` save ``state`` with what it saves inside, where stock saves no state of the loader."""
+    stock_save = checkpointer.save_checkpoint
+
+    def save(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if state is not None and training.OPT_KEY in checkpoint:  # else it is the last one, of weights alone
+            checkpoint[training.DATALOADER_KEY] = {STATE_KEY: state}
+        stock_save(checkpoint, *args, **kwargs)
+
+    with replaced_in(checkpointer, save_checkpoint=save):
+        yield
+
+
+class BatchStateInCheckpoint:
+    """Mixed into a stock recipe whose checkpoints have no state of the loader, before the recipe: ours have it then."""
+
+    def save_checkpoint(self, epoch: int) -> None:
+        recipe: Any = self
+        with with_batch_state(recipe._checkpointer, recipe._state_to_store()):
+            super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
+    """Have stock load, inside, the last checkpoint, or the one that the config names; ``checkpointer`` is set so.
+
+    Stock takes the adapters of the last epoch's folder, which need not be those of the stored state, and of a fully
+    fine-tuned model it has to be told the files.
+    """
+    own, output_dir = cfg.checkpointer, Path(cfg.checkpointer.output_dir)
+    files = own.get("checkpoint_files")
+    names = [own.get("adapter_checkpoint"), *(files if OmegaConf.is_list(files) else [])]
+    paths = [output_dir / str(name) for name in names if name]
+    named = next((path.parent for path in paths if path.parent != output_dir and path.exists()), None)
+    state = _state(own, output_dir, named)
+    folder: Path | None = state.parent
+    if not state.parent.name.startswith("step_"):
+        epoch = _epoch_of(state)  # if it has none, stock says what is wrong with it
+        folder = output_dir / f"epoch_{epoch}"
+        folder = folder if epoch is not None and folder.is_dir() else None
+    if folder is None or (named is not None and named != folder):  # the user knows better
+        yield
+        return
+    if state.parent == folder:
+        OmegaConf.update(cfg, "checkpointer.recipe_checkpoint", f"{folder.name}/{STATE_NAME}", force_add=True)
+    if named is None and (weights := _weights_in(folder)):
+        OmegaConf.update(cfg, "checkpointer.checkpoint_files", weights, force_add=True)
+    # Where stock looks for adapters. It fails where no folder is that of an epoch.
+    with replaced_in(_utils, get_largest_iter_folder=lambda *args, **kwargs: folder.name):
+        yield
+
+
+def _state(own: DictConfig, output_dir: Path, named: Path | None) -> Path:
+    """Return the file of the state to go on from."""
+    if own.get("recipe_checkpoint"):
+        return output_dir / str(own.recipe_checkpoint)
+    of_epoch, of_steps = _state_of_epoch(output_dir), _states_of_steps(output_dir)
+    if named is not None and named.name.startswith("step_"):
+        if not (named / STATE_NAME).exists():
+            last = f"; the last that can be resumed from is {of_steps[-1].parent.name}" if of_steps else ""
+            raise ConfigError(
+                f"resume_from_checkpoint=True with a file of {named.name} in checkpointer: that folder has only "
+                f"weights{last}. To take the last checkpoint, leave checkpointer.checkpoint_files and "
+                "adapter_checkpoint as for a new run"
+            )
+        return named / STATE_NAME
+    found = [path for path in (of_epoch, *of_steps) if path.is_file()]
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint=True, but checkpointer.output_dir={str(output_dir)!r} has no checkpoint to "
+            "resume from; set output_dir to that of the run to resume, or resume_from_checkpoint=False"
+        )
+    return of_epoch if named is not None else max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def refuse_step_checkpoints(cfg: DictConfig) -> None:
+    """Refuse to resume from a checkpoint within an epoch with the loop of stock, which would begin the epoch again."""
+    output_dir, named = Path(cfg.checkpointer.output_dir), Path(cfg.checkpointer.get("recipe_checkpoint") or "").parent
+    only_steps = _states_of_steps(output_dir) and not _state_of_epoch(output_dir).exists()
+    if named.name.startswith("step_") or only_steps:
+        raise ConfigError(
+            f"resume_from_checkpoint=True without save_every_n_steps, but the checkpoints in {str(output_dir)!r} were "
+            "saved within an epoch; set save_every_n_steps as in the run to resume"
+        )
+
+
+def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
+    """Resume PPO's value model with the policy, unless the config names another; stock would start it from scratch."""
+    files = policy.checkpoint_files
+    name = Path(str(files[0])).parent.name if OmegaConf.is_list(files) and files else ""
+    output_dir = Path(value.output_dir)
+    if not name or output_dir.resolve() in Path(value.checkpoint_dir).resolve().parents:
+        return
+    found = sorted(path.name for path in (output_dir / name).glob("model-*"))
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint=True, but value_checkpointer.output_dir={value.output_dir!r} has no value model "
+            f"of {name}, from which the policy resumes; set it to that of the run to resume"
+        )
+    value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), found

@@ -1,0 +1,360 @@
+"""Objectives of the recipes: next-token prediction, distillation, quantization-aware training and preferences."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torchao.quantization.qat import api
+from torchtune import rlhf
+from torchtune.modules.peft import disable_adapter
+from torchtune.training import quantization
+
+from adaptive_batching._micro_batches.split import length_in_chunks
+from adaptive_batching._torchtune.stock.data import Sample, is_packed, is_text, repeat_to, stretch
+from adaptive_batching._torchtune.stock.objective import SHORT, Activations, Batch, Counts, Objective, StockParts, Sums
+
+log = logging.getLogger(__name__)
+
+_LOSSES = ("class_loss", "kd_loss")
+KINDS = ("chosen", "rejected")
+"""Answers of a pair, by the names that torchtune gives them."""
+
+
+class NextToken(Objective):
+    """Supervised fine-tuning: the mean loss over target tokens, as stock's recipes compute it.
+
+    Args:
+        collate: The collate function of stock's loader.
+        loss: Mean over the labels that are not its ``ignore_index``.
+        activations: Context of the forward, which may offload activations.
+        num_chunks: Chunks of tokens for each of which a forward gathers the sharded output layer; 0 for none.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Sample]], Batch], loss: Any, activations: Activations, num_chunks: int = 0
+    ) -> None:
+        self._collate = collate
+        self._loss = loss
+        self._activations = activations
+        self._num_chunks = num_chunks
+        self._pads = False
+
+    def tokens(self, sample: Sample) -> Sequence[int]:
+        tokens: Sequence[int] = sample["tokens"]
+        return tokens
+
+    def counts(self, samples: Sequence[Sample]) -> Counts:
+        counted = [np.asarray(sample["labels"]) != self._loss.ignore_index for sample in samples]
+        # A sample's first label predicts nothing, yet stock counts it.
+        return Counts(sum(int(each[1:].sum()) for each in counted), sum(int(each.sum()) for each in counted))
+
+    def size(self, sample: Sample) -> int:
+        return self._padded(len(sample["tokens"])) if self.is_text(sample) else 1
+
+    def is_text(self, sample: Sample) -> bool:
+        return is_text(sample)
+
+    def stretch(self, sample: Sample, length: int) -> Sample | None:
+        return stretch(sample, length)
+
+    def filler(self, samples: Sequence[Sample]) -> Sample:
+        several = [sample for sample in samples if len(sample["tokens"]) > 1]
+        shortest = super().filler(several) if several else stretch(samples[0], 2) or samples[0]
+        return {**shortest, "labels": shortest["tokens"]}  # a mean over no targets would be 0/0
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        batch = self._collate(list(samples))
+        length = batch["tokens"].shape[1]  # tokens: [b, s]
+        missing = self._padded(length) - length
+        if missing <= 0 or set(batch) != {"tokens", "labels"}:
+            return batch
+        # That is exact: under a causal mask no earlier token sees the padding, and it has no part in the loss.
+        return {
+            "tokens": functional.pad(batch["tokens"], (0, missing)),
+            "labels": functional.pad(batch["labels"], (0, missing), value=self._loss.ignore_index),
+        }
+
+    def _padded(self, length: int) -> int:
+        return length_in_chunks(length, self._num_chunks) if self._pads else length
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        labels = batch.pop("labels")  # [b, s]
+        num_tokens = (labels != self._loss.ignore_index).sum()
+        with self._activations:
+            logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
+        labels, logits = self._aligned(labels, logits)
+        # The mean times the number of its labels can be summed over micro-batches, and the gradient be divided by all
+        # labels of the step.
+        loss = self._loss(logits, labels) * (num_tokens if weight is None else weight)
+        return loss, Sums(loss.detach(), num_tokens)
+
+    def _aligned(self, labels: torch.Tensor, *logits: Any) -> tuple[Any, ...]:
+        """Move labels, so that logits stay whole: each position predicts the next one. Flatten what is in no chunks."""
+        last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
+        labels = torch.hstack((labels[..., 1:], last))
+        if isinstance(logits[0], list):
+            return labels, *logits
+        return labels.reshape(-1), *(each.reshape(-1, each.size(-1)) for each in logits)
+
+    def smallest_batch(self, dataset: Any) -> Batch:
+        length = length_in_chunks(SHORT, self._num_chunks)
+        if self._num_chunks > 1 and is_packed(dataset):  # packs cannot be padded, and need not be: they have one length
+            of_pack = len(dataset[0]["tokens"])
+            fewer = -(-of_pack // -(-of_pack // self._num_chunks))
+            length = fewer if fewer < self._num_chunks else length  # tokens, each a chunk
+        tokens = torch.arange(1, length + 1)[None]  # [1, s]; any text will do
+        return {"tokens": tokens, "labels": tokens.clone()}
+
+    def equalize_collectives(self) -> None:
+        self._pads = True
+
+    def divisor(self, sums: Sums) -> torch.Tensor:
+        return sums.tokens
+
+    def mean_loss(self, sums: Sums) -> Any:
+        return sums.loss.item() / sums.tokens
+
+    def recompile(self, again: Callable[[Any], Any]) -> None:
+        self._loss = again(self._loss)
+
+
+class Distillation(NextToken):
+    """The mean loss over target tokens, mixed with the mean divergence from a teacher, as stock's recipes compute it.
+
+    Stock runs backward from the mean of each batch and then divides the gradient by the tokens of the step, so that it
+    shrinks with the number of tokens. With a field set, means are multiplied by their tokens first, as in supervised
+    fine-tuning; without one the gradient is stock's.
+    """
+
+    saves_memory_by = frozenset({"lora"})  # stock's recipes offload no activations
+
+    def __init__(self, parts: StockParts) -> None:
+        super().__init__(parts.collate, parts.loss, parts.activations, parts.num_chunks)
+        assert parts.frozen is not None
+        self.frozen_models = (parts.frozen,)
+        self._teacher_loss, self._teacher_share = parts.teacher_loss, parts.teacher_share
+        self._num_ranks = parts.num_ranks
+        self._last: list[torch.Tensor] = []  # mean losses of the last forward on this rank
+
+    def weight_of(self, batch: Counts) -> int:
+        return 1 if self._is_stock else super().weight_of(batch)
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        labels = batch.pop("labels")  # [b, s]
+        num_tokens = (labels != self._loss.ignore_index).sum()
+        with self._activations:
+            logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
+        with torch.no_grad():
+            of_teacher = self.frozen_models[0](**batch)
+        labels, logits, of_teacher = self._aligned(labels, logits, of_teacher)
+        divergence = self._teacher_loss(logits, of_teacher, labels)
+        class_loss = self._loss(logits, labels)
+        del logits, of_teacher  # else they would be held through the backward pass
+        mixed = self._mixed(class_loss, divergence)
+        if weight is not None:
+            mixed = mixed * weight
+        elif not self._is_stock:
+            mixed = mixed * num_tokens
+        self._last = [class_loss.detach(), divergence.detach()]
+        share = num_tokens if weight is None or self._is_stock else weight
+        sums = {name: loss * share for name, loss in zip(_LOSSES, self._last, strict=True)}
+        return mixed, Sums(mixed.detach(), num_tokens, sums)
+
+    def _mixed(self, class_loss: Any, divergence: Any) -> Any:
+        return (1 - self._teacher_share) * class_loss + self._teacher_share * divergence
+
+    def mean_loss(self, sums: Sums) -> Any:
+        """Return the mixed loss of a step, or what stock logs of it; on the device, which is not waited for."""
+        if self._is_stock and self._num_ranks > 1:
+            return self._mixed(*self.metrics(sums).values())
+        per_token = sums.tokens.reciprocal()  # by which torch multiplies where stock divides a number
+        return self._mixed(*(sums.metrics[name] * per_token for name in _LOSSES))
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        """Return both mean losses of a step. On several devices stock logs those of the rank's last forward instead."""
+        if self._is_stock and self._num_ranks > 1:
+            return {name: loss.item() for name, loss in zip(_LOSSES, self._last, strict=True)}
+        tokens = sums.tokens.cpu()  # once: each use of a result on the device would wait again
+        return {name: sums.metrics[name].item() / tokens for name in _LOSSES}
+
+    def recompile(self, again: Callable[[Any], Any]) -> None:
+        super().recompile(again)
+        self._teacher_loss = again(self._teacher_loss)
+
+    def forget(self) -> None:
+        super().forget()
+        self._last = []
+
+
+class FakeQuantized(NextToken):
+    """Next tokens, as rounding will leave them. A probe runs with rounding on, which takes the most memory."""
+
+    def __init__(self, parts: StockParts) -> None:
+        super().__init__(parts.collate, parts.loss, parts.activations, parts.num_chunks)
+        assert parts.model is not None
+        self._model, self._mode = parts.model, parts.quantizer_mode
+        self._first_step = parts.fake_quantized_from
+        self._rounds = True
+
+    def begin_step(self, step: int, samples: int) -> None:
+        first = self._first_step
+        if first is None or (0 < step < first and self._is_stock):  # a resumed run of stock rounds at once
+            return
+        rounds = step > 0 and step >= first
+        if rounds == self._rounds:
+            return
+        self._rounds = rounds
+        if rounds:
+            log.info("step %d: fake quantization is on from here", step)
+            self._model.apply(quantization._get_enable_fake_quant(self._mode))
+        else:
+            log.info("step %d: fake quantization is off until step %s", step, first)
+            self._model.apply(quantization._get_disable_fake_quant(self._mode))
+
+
+class _OfLast(Sums):
+    """Sums of losses and tokens, and the metrics of the last forward alone, which is what stock logs."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return _OfLast(self.loss + other.loss, self.tokens + other.tokens, other.metrics)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
+        return _OfLast(*vars(super().map(function)).values())
+
+
+class Preferences(Objective):
+    """The mean loss over pairs, as stock's DPO recipes compute it.
+
+    A pair is two sequences of one forward, which are padded alike; its length is that of the longer one. Stock's
+    collate function makes (tokens, labels) of pairs, both [2b, s], all chosen answers first. Its loss takes the log
+    probabilities of policy and reference, and returns the loss of each pair and the rewards of its answers. Without a
+    frozen model the reference is the policy without its adapters.
+    """
+
+    sums_gradients = False
+
+    def __init__(self, parts: StockParts) -> None:
+        self._collate, self._loss, self._activations = parts.collate, parts.loss, parts.activations
+        self.frozen_models = () if parts.frozen is None else (parts.frozen,)
+        self._num_ranks = parts.num_ranks
+        self._pairs = 0  # of the optimizer step on this rank
+
+    def tokens(self, sample: Sample) -> Sequence[int]:
+        longer: Sequence[int] = max((sample[f"{kind}_input_ids"] for kind in KINDS), key=len)
+        return longer
+
+    def counts(self, samples: Sequence[Sample]) -> Counts:
+        return Counts(len(samples), len(samples))
+
+    def stretch(self, sample: Sample, length: int) -> Sample | None:
+        stretched = {key: repeat_to(values, length) for key, values in sample.items()}
+        for kind in KINDS:
+            stretched[f"{kind}_labels"] = list(stretched[f"{kind}_input_ids"])
+        return stretched
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        tokens, labels = self._collate(list(samples))
+        return {"tokens": tokens, "labels": labels}
+
+    def begin_step(self, step: int, samples: int) -> None:
+        self._pairs = samples
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        tokens, labels = batch["tokens"], batch["labels"]
+        pairs = tokens.shape[0] // 2
+        log_probs, logits = self._forward(model, tokens, labels)
+        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(KINDS, _halves(logits), strict=True)}
+        del logits  # so that they are freed before the reference's are made, where the backward pass needs them not
+        frozen = self.frozen_models
+        reference, adapters = (frozen[0], contextlib.nullcontext()) if frozen else (model, disable_adapter(model))
+        with torch.no_grad(), adapters:
+            of_reference, _ = self._forward(reference, tokens, labels)
+        chosen, rejected = _halves(log_probs)
+        losses, chosen_rewards, rejected_rewards = self._loss(chosen, rejected, *_halves(of_reference))
+        loss = losses.mean()
+        # A part of a batch has the share of its pairs; a whole one is divided by the number of batches, as in stock.
+        share = (pairs if weight is None else weight) / max(self._pairs, pairs)
+        loss = loss / max(self._pairs // pairs, 1) if weight is None else loss * share
+        metrics = {
+            "rewards/chosen": chosen_rewards.mean(),
+            "rewards/rejected": rejected_rewards.mean(),
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).float().mean(),
+            "rewards/margins": (chosen_rewards - rejected_rewards).mean(),
+            "log_probs/rejected": rejected.detach().mean(),
+            "log_probs/chosen": chosen.detach().mean(),
+            **means,
+        }
+        num_tokens = torch.full((), tokens.numel(), device=tokens.device)  # no copy, which would wait for the device
+        if self._is_stock and self._num_ranks == 1:
+            return loss, _OfLast(loss.detach(), num_tokens, metrics)
+        if share != 1:
+            metrics = {name: share * value for name, value in metrics.items()}
+        return loss, Sums(loss.detach(), num_tokens, metrics)
+
+    def _forward(
+        self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log probability of each answer, [2b], and the logits, [2b, s, vocabulary]."""
+        with self._activations:
+            logits = model(tokens)
+        return rlhf.get_batch_log_probs(logits, labels), logits
+
+    def mean_loss(self, sums: Sums) -> Any:
+        """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks, which is what is summed here."""
+        as_summed = self._is_stock and not self.frozen_models
+        return sums.loss.item() if as_summed else sums.loss.item() / self._num_ranks
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        """Return rewards, log probabilities and logits over all pairs; on one device stock takes the last forward's."""
+        if self._num_ranks == 1:
+            return {name: value.cpu() for name, value in sums.metrics.items()}
+        found = {name: (value / self._num_ranks).cpu() for name, value in sums.metrics.items()}
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+    def recompile(self, again: Callable[[Any], Any]) -> None:
+        self._loss = again(self._loss)
+
+
+def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    half = both.shape[0] // 2
+    return both[:half], both[half:]
+
+
+def next_token(parts: StockParts) -> NextToken:
+    """Return the objective of supervised fine-tuning."""
+    return NextToken(parts.collate, parts.loss, parts.activations, parts.num_chunks)
+
+
+# What users name, as the function above.
+distillation, fake_quantized, preferences = Distillation, FakeQuantized, Preferences
+
+
+class AcceptsConfigsOfTorchao:
+    """Mixed into stock's recipe for quantization-aware training with LoRA, before the recipe."""
+
+    def _setup_model(self, *args: Any, **kwargs: Any) -> Any:
+        accept_configs_of_torchao()
+        return super()._setup_model(*args, **kwargs)  # type: ignore[misc]
+
+
+def accept_configs_of_torchao() -> None:
+    """Have torchtune's QAT layers of LoRA take the configs that the quantizers of torchao 0.15 make.
+
+    They ask for the class by the name that it had before.
+    """
+    current = getattr(api, "IntxFakeQuantizeConfig", None)
+    if current is not None:
+        api.FakeQuantizeConfig = current
+
+
+def keeps_scales(model: nn.Module) -> bool:
+    """Return True if layers of ``model`` keep the scales that they round with until the next forward."""
+    return any("FakeQuantizer" in type(module).__name__ for module in model.modules())

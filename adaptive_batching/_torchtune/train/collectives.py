@@ -1,0 +1,81 @@
+"""What a sharded model communicates in a forward and backward, learned before training."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._memory import release_workspaces
+from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.train.gradients import forward_backward
+from adaptive_batching._torchtune.train.splitting import remedy
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def record_collectives(
+    host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
+) -> tuple[MicroBatchCollectives | None, str]:
+    """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
+    why = _why_not_possible(host)
+    if why and settings.probes:
+        raise ConfigError(
+            f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False and, to "
+            "grow, adaptive_batching.max_batch_size"
+        )
+    if why and measures_noise:
+        raise ConfigError(
+            f"the gradient noise scale cannot be measured on several devices: {why}. Leave noise_scale_every unset, "
+            "and use an increase function that does not need it"
+        )
+    if why:
+        if settings.recover_from_oom:
+            log.warning("recovery from out-of-memory errors is off: %s", why)
+        return None, why
+    if not settings.recover_from_oom and not settings.probes and not measures_noise:
+        return None, ""
+    if not settings.enabled and (failure := host.ranks.connect()):
+        # What asks for more than stock does cannot go on without; this can.
+        why = str(GroupError(failure))
+        if host.ranks.is_first:
+            log.warning("recovery from out-of-memory errors is off: %s", why)
+        return None, why
+    # Those of a forward and backward of a few tokens, which leaves nothing behind.
+    collectives = MicroBatchCollectives(host.models)
+    batch = host.objective.smallest_batch(host.loader.dataset)
+    try:
+        with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
+            collectives.start()
+            forward_backward(host, batch)
+            collectives.finish()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            "out of memory in the first forward and backward, of a single short sample; nothing larger will fit. Use "
+            f"more devices, or {remedy(host)}"
+        ) from error
+    for parameter in host.model.parameters():
+        parameter.grad = None
+    release_workspaces(host.device)
+    return collectives, ""
+
+
+def _why_not_possible(host: Host) -> str:
+    if host.steps_in_backward:
+        return "optimizer_in_bwd=True updates parameters before a rank knows that another ran out of memory"
+    if host.tensor_parallel:
+        return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
+    if not all(map(is_sharded, host.models)):
+        return "the model is not sharded by FSDP2"
+    if not can_drain():
+        return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
+    return ""

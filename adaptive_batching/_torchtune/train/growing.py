@@ -1,0 +1,403 @@
+"""The batch size while training: laid out from the settings and followed, with the observations that decisions need."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtune.modules.peft import get_adapter_params
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
+from adaptive_batching._growth.controller import Accumulation, BatchController, Decision, FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.increase import IncreaseFunction, is_planned, planned, reads_noise_scale, resolve
+from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
+from adaptive_batching._growth.noise_scale import NoiseEstimate
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune.stock.data import Sample
+from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.learning_rate import LearningRate, SecondMoment
+from adaptive_batching._torchtune.train.noise_meter import NoiseMeter
+from adaptive_batching._torchtune.train.probing import Probed
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy
+from adaptive_batching._values import ByLength, ConfigError
+
+log = logging.getLogger(__name__)
+
+_STEPS_BETWEEN_MEASUREMENTS = 5
+
+
+@dataclass(frozen=True)
+class Increase:
+    """The settings of growth, the increase function that they name, and the measurements that it needs."""
+
+    settings: AdaptiveBatchingConfig
+    name: str = ""
+    function: IncreaseFunction | None = None
+    noise_scale_every: int | None = None
+    """Optimizer steps from one measurement of the gradient noise scale to the next; None for no measurement."""
+
+    @property
+    def reader(self) -> str:
+        """Name for messages of the setting that needs the noise scale."""
+        needs = self.function is not None and reads_noise_scale(self.function)
+        return self.name if needs else "adaptive_batching.noise_scale_every"
+
+
+def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
+    """Import the increase function of a config; one that decides on the global batch is refused where that is kept."""
+    every = settings.noise_scale_every if settings.enabled else None
+    if settings.batch_increase_function is None:
+        return Increase(settings, noise_scale_every=every)
+    name, function = resolve(settings.batch_increase_function)
+    if reads_noise_scale(function):
+        if settings.keep_global_batch:
+            raise ConfigError(
+                f"batch_increase_function={name!r} sets the global batch, but "
+                "adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
+            )
+        every = every or _STEPS_BETWEEN_MEASUREMENTS
+    return Increase(settings, name, function, every)
+
+
+def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
+    return KeepGlobal(run.window) if settings.keep_global_batch else FixedAccumulation(run.accumulation)
+
+
+def make_controller(
+    host: Host, run: StockRun, increase: Increase, accumulation: Accumulation, probed: Probed, stored: Mapping[str, Any]
+) -> BatchController:
+    """Return what decides on batch sizes within the maximum, from where a resumed run has been.
+
+    The next increase adds to the stored size, unless the user has changed the configured one.
+    """
+    configured, reason, uses_maximum = run.batch_size, probed.reason, increase.settings.use_maximum_batch_size
+    maximum, function = accumulation.allowed(probed.maximum), None
+    if increase.function is None:
+        start = maximum = maximum if uses_maximum else configured
+        if start != configured:
+            log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
+        if accumulation.window(start) > 2 * run.window and increase.settings.lr_scaling == "none":
+            seen, before = (window * host.num_replicas for window in (accumulation.window(start), run.window))
+            log.warning(
+                "each optimizer step sees %d samples instead of %d, at the configured learning rate; to keep %d, set "
+                "%s, or scale the rate with adaptive_batching.lr_scaling=auto",
+                seen, before, before, what_keeps_global_batch(run.accumulation),
+            )  # fmt: skip
+    else:
+        function, start = _on_first_rank(increase.function, host.ranks), configured
+        if stored and stored["configured_batch_size"] == configured:
+            start = int(stored["batch_size"])
+        elif stored:
+            log.info(
+                "batch_size=%d was %d in the run being resumed; starting from %d, not from its last size %d",
+                configured, stored["configured_batch_size"], configured, stored["batch_size"],
+            )  # fmt: skip
+        if stored and stored["maximum"] != maximum:
+            log.info("the maximum was %d in the run being resumed; now it is %d", stored["maximum"], maximum)
+        start = accumulation.allowed(start)  # a stored one may be of another accumulation
+        if start > maximum:
+            log.warning("batch size %d is above the maximum of %d, bound by %s; starting there", start, maximum, reason)
+            start = maximum
+        elif uses_maximum:
+            log.info("batch size starts at %d and grows to at most %d, bound by %s", start, maximum, reason)
+    largest = accumulation.window(maximum)
+    if largest > run.window and get_adapter_params(host.model):
+        log.warning(
+            "the global batch reaches %.3g times the configured one, and LoRA tolerates large batches less than full "
+            "fine-tuning does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the held-out loss "
+            "with that of a run at the configured size",
+            largest / run.window,
+        )
+    return BatchController(start, maximum, reason, function, increase.name, accumulation)
+
+
+def what_keeps_global_batch(accumulation: int) -> str:
+    """Return the overrides that fill the device without changing what the optimizer sees."""
+    if accumulation > 1:
+        return "adaptive_batching.keep_global_batch=True"
+    return "micro_batch_size=auto use_maximum_batch_size=False"
+
+
+def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction:
+    """Have one rank alone asked: a function that is random or keeps a state cannot split them."""
+
+    @functools.wraps(function)
+    def asked(*arguments: Any, **known: Any) -> int | None:
+        return ranks.on_first(lambda: function(*arguments, **known))
+
+    return planned(asked) if is_planned(function) else asked
+
+
+def _course_of(
+    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController
+) -> BatchSizeSchedule:
+    shape = RunShape(
+        epochs=run.epochs,
+        samples=host.samples_per_rank,
+        replicas=host.num_replicas,
+        max_steps=run.max_steps_per_epoch,
+        decisions=settings.decisions_per_epoch,
+        reference_steps=run.steps_per_epoch,
+        reference_samples=run.window,
+        run_samples=run.samples,
+    )
+    rule, optimizer, at_most = settings.lr_scaling, host.optimizers[0], settings.max_lr_scale
+    return BatchSizeSchedule(
+        controller,
+        shape,
+        run.rates,
+        lambda window: learning_rate_scale(rule, optimizer, window / run.window, at_most),
+        initial_batch_size=min(run.batch_size, controller.maximum),
+        grows_in_warmup=settings.grow_during_warmup,
+    )
+
+
+@dataclass
+class _Interval:
+    """Sums on this rank since the last decision."""
+
+    samples: int = 0
+    loss: float = 0.0  # summed over samples
+    val_loss: float | None = None  # of the last validation
+    # The first step of the run pays for one-time set-up. What follows counts the others alone.
+    timed_steps: int = 0
+    timed_samples: int = 0
+    forwards: int = 0
+    tokens: int = 0  # padded
+    seconds: float = 0.0
+
+
+class Growth:
+    """Makes loader and learning rate follow the course of a run, and Adam's beta2 with ``keep_beta2_half_life``."""
+
+    adapts = True
+
+    def __init__(
+        self,
+        host: Host,
+        run: StockRun,
+        increase: Increase,
+        controller: BatchController,
+        split_policy: SplitPolicy,
+        stored: Mapping[str, Any],
+    ) -> None:
+        self._host, self._split_policy = host, split_policy
+        self._is_warm = False
+        self.course = _course_of(host, run, increase.settings, controller)
+        self.learning_rate = LearningRate(run.scheduler, host.optimizers)
+        every = increase.noise_scale_every
+        self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
+        stored = stored.get("growth", {})
+        keeps, moment = increase.settings.keep_beta2_half_life, stored.get("second_moment")
+        self._second_moment: SecondMoment | None = None
+        if keeps or moment is not None:
+            self._second_moment = SecondMoment(host.optimizers, moment or {}, follows=keeps)
+        self._losses: list[float] = list(stored.get("losses", []))
+        self._val_losses: list[float] = list(stored.get("val_losses", []))
+        self._interval = _Interval(**stored.get("interval", {}))
+        self.course.samples_seen, self.course.steps = stored.get("samples_seen", 0), run.first_step
+        self.course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
+        within_epoch = stored.get("within_epoch")
+        if within_epoch is not None:
+            self.learning_rate.advance(self.course.resume(run.first_epoch, within_epoch))
+        self._resumes_epoch = within_epoch is not None
+        if self.noise is not None and "noise_scale" in stored:
+            self.noise.scale.load_state_dict(stored["noise_scale"])
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that the optimizer sees in a step."""
+        return self.course.window * self.course.shape.replicas
+
+    def start_epoch(self, number: int) -> Decision | None:
+        """Decide on the size that an epoch starts with; None for one that is resumed, whose size is known."""
+        if self._resumes_epoch:
+            self._resumes_epoch = False
+            log.info(
+                "resuming epoch %d after %d of %d samples; batch size %d",
+                number, self.course.seen_in_epoch, self.course.shape.samples, self.course.controller.batch_size,
+            )  # fmt: skip
+            self._follow()
+            return None
+        return self._applied(self.course.start_epoch(number, self._observe))
+
+    def batches(self) -> Iterator[list[Sample]]:
+        """Return the batches of this epoch that are left."""
+        if not self.course.seen_in_epoch:
+            return iter(self._host.loader)
+        if self.course.epoch_is_over:  # as another batch size leaves no room for a step
+            return iter(())
+        with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
+            return self._host.loader.iter_from(self.course.seen_in_epoch)
+
+    def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
+        """Move course and schedule by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
+        shown = None if self.noise is None else self.noise.estimate(num_tokens, self.global_batch_size)
+        self.learning_rate.advance(self.course.take_step())
+        return shown
+
+    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
+        """Take note of a step that is over, and return what is decided for those that follow, if anything is."""
+        interval, window = self._interval, self.course.window
+        interval.samples += window
+        interval.loss += loss * window
+        if self._is_warm:
+            interval.timed_steps += 1
+            interval.timed_samples += window
+            interval.forwards += len(micro_batches)
+            interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
+            interval.seconds += seconds
+        self._is_warm = True
+        decision = self.course.decide_if_due(self._observe)
+        return None if decision is None else self._applied(decision)
+
+    def note_validation(self, loss: float) -> None:
+        """Take note of the loss of a validation, before :meth:`record_step` of the step that it follows."""
+        self._interval.val_loss = loss
+
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Give the optimizers what a checkpoint holds, inside: the rate as scheduled, and beta2 as configured."""
+        beta2 = contextlib.nullcontext() if self._second_moment is None else self._second_moment.unscaled()
+        with self.learning_rate.unscaled(), beta2:
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged in addition to stock's metrics."""
+        found: dict[str, float] = {"batch_size": self.course.controller.batch_size}
+        found["global_batch_size"] = self.global_batch_size
+        if self._noise_scale is not None:
+            found["gradient_noise_scale"] = self._noise_scale
+        return found
+
+    @property
+    def _noise_scale(self) -> float | None:
+        return None if self.noise is None else self.noise.scale.samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "samples_seen": self.course.samples_seen,
+            "within_epoch": self.course.progress(),
+            "history": [list(change) for change in self.course.history],
+            "losses": self._losses,
+            "val_losses": self._val_losses,
+            "interval": dataclasses.asdict(self._interval),
+            **({} if self.noise is None else {"noise_scale": self.noise.scale.state_dict()}),
+            **({} if self._second_moment is None else {"second_moment": self._second_moment.state_dict()}),
+        }
+
+    def _applied(self, decision: Decision) -> Decision:
+        self.course.controller.announce(decision)
+        self._follow()
+        if decision.batch_size != decision.previous and not self.course.controller.decides_early:
+            log.info("about %d optimizer steps left if the size stays", self.course.steps_left())
+        return decision
+
+    def _follow(self) -> None:
+        self._host.loader.set_batch_size(self.course.controller.batch_size)
+        self.learning_rate.set_scale(self.course.lr_scale)
+        if self._second_moment is not None:
+            self._second_moment.follow(self.course.window / self.course.shape.reference_samples)
+
+    def _observe(self) -> dict[str, Any]:
+        interval, self._interval = self._interval, _Interval()
+        if interval.samples:
+            self._losses.append(interval.loss / interval.samples)
+        if interval.val_loss is not None:
+            self._val_losses.append(interval.val_loss)
+        return {
+            "losses": tuple(self._losses),
+            "val_losses": tuple(self._val_losses),
+            "noise_scale": self._noise_scale,
+            "seconds_per_step": self._seconds_per_step(interval),
+        }
+
+    def _seconds_per_step(self, interval: _Interval) -> Callable[[int], float] | None:
+        """Return batch size -> seconds of an optimizer step, or None while that is not known.
+
+        A step takes a fixed time, for the optimizer, and one for each forward and backward and for each token of it.
+        """
+        line = self._split_policy.cost.line()
+        if line is None or interval.timed_steps == 0:
+            return None
+        per_forward, per_token = line
+        tokens_per_sample = interval.tokens / interval.timed_samples
+        tokens_per_forward = interval.tokens / interval.forwards
+        in_forwards = interval.forwards * per_forward + interval.tokens * per_token
+        fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
+        accumulation = self.course.controller.accumulation
+        by_length = isinstance(self._split_policy.size, ByLength)
+
+        def seconds_at(batch_size: int) -> float:
+            window = accumulation.window(batch_size)
+            if by_length:
+                forwards = math.ceil(window * tokens_per_sample / tokens_per_forward)
+            else:
+                per_batch = math.ceil(batch_size / (self._split_policy.most_samples or batch_size))
+                forwards = accumulation.batches_at(batch_size) * per_batch
+            return fixed + forwards * per_forward + window * tokens_per_sample * per_token
+
+        return seconds_at
+
+
+class StockSchedule:
+    """Batches and learning rates of a run with all fields unset, and their course; ``total_steps`` end it, if given.
+
+    Methods are those of ``Growth`` and ``BatchSizeSchedule``.
+    """
+
+    adapts = False
+    noise = None
+    global_batch_size = 0
+
+    def __init__(self, host: Host, run: StockRun, total_steps: int | None = None) -> None:
+        self.accumulation, self.steps_per_epoch = run.accumulation, run.steps_per_epoch
+        self.steps_in_epoch = 0
+        self._steps, self._total, self._most_in_epoch = run.first_step, total_steps, run.max_steps_per_epoch
+        self._loader, self._scheduler = host.loader, run.scheduler
+
+    @property
+    def course(self) -> StockSchedule:
+        return self
+
+    @property
+    def run_is_over(self) -> bool:
+        return self._steps == self._total
+
+    @property
+    def epoch_is_over(self) -> bool:
+        return self.run_is_over or self.steps_in_epoch == self._most_in_epoch
+
+    def steps_left(self) -> int:
+        return (self._total or 0) - self._steps
+
+    def start_epoch(self, number: int) -> None:
+        self.steps_in_epoch = 0
+
+    def batches(self) -> Iterator[list[Sample]]:
+        return iter(self._loader)
+
+    def take_step(self, num_tokens: torch.Tensor) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._steps += 1
+        self.steps_in_epoch += 1
+
+    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> None: ...
+
+    def note_validation(self, loss: float) -> None: ...
+
+    def unscaled(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        return {}

@@ -1,0 +1,360 @@
+"""The probe of a recipe, whose result is taken again while nothing that memory depends on has changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import config
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+from adaptive_batching._micro_batches.split import Capacity
+from adaptive_batching._probe.does_not_fit import memory_budget, require_room
+from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.found import (
+    Conditions,
+    Found,
+    described,
+    described_devices,
+    plain,
+    read_stored,
+    settings_of_memory,
+    store_found,
+    taken_again,
+    versions_of,
+)
+from adaptive_batching._probe.sizes import ProbeResult, rounded_down
+from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune.stock.data import Sample, is_packed
+from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.objective import worst_case_sample
+from adaptive_batching._torchtune.stock.stand_ins import without_kernels
+from adaptive_batching._torchtune.train.training_step import remedies, training_step
+from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.traced_step import TraceError
+from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._values import (
+    ByLength,
+    ConfigError,
+    Explore,
+    Fixed,
+    MemoryAmount,
+    MicroBatchSize,
+    masked,
+    memory_size,
+)
+
+log = logging.getLogger(__name__)
+
+# Gain in tokens from which a probe at shorter samples is worth its training steps.
+WORTH_PROBING = 1.1
+# Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
+_ADDED_BY_TRAINING = 16 * 2**20
+_TO_READ = 32  # samples by which the mean length is estimated
+_VERSIONS = ("torchtune", "torchao", "bitsandbytes")
+# Keys of a config that the memory of a training step cannot depend on. Any other that changes calls for another probe,
+# known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
+_NOT_OF_MEMORY = frozenset(
+    {
+        "output_dir", "checkpointer", "value_checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "save_every_n_steps", "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler", "metric_logger",
+        "log_every_n_steps", "log_level", "log_peak_memory_stats", "dataset_val", "batch_size_val",
+        "run_val_every_n_steps",
+        # What of these matters has entries of its own.
+        "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CacheInputs:
+    """Facts of a run, besides its model and data, that the memory of a step depends on."""
+
+    cfg: DictConfig
+    measures_noise: bool = False
+    resumes: bool = False  # a run goes on: what it has trained with stays while it fits
+    found: Found | None = None  # by the run that is resumed
+
+    def config(self) -> dict[str, Any]:
+        """Return the entries of the config that call for another probe when they change."""
+        cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
+        values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+        found = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
+        found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
+        return masked(found)  # type: ignore[no-any-return]
+
+    def make_optimizers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Optimizer]:
+        """Return an optimizer for each group of parameters, as the config has it, for a trace."""
+        traced = without_kernels(self.cfg.optimizer)
+        return [config.instantiate(traced, list(group)) for group in groups]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The largest batch size of a run, and what is known of the memory of a forward."""
+
+    maximum: int
+    reason: str  # the bound that gives the maximum, for messages
+    micro_batch_size: MicroBatchSize  # as asked for, or smaller if that does not fit
+    capacity: Capacity | None = None  # samples that fit in a forward, where that bounds micro-batches
+    tokens: int = 0  # padded ones of the largest forward that the probe has seen to fit
+    found: Found | None = None  # by the probe, if one was needed
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is asked of a run's training step: the largest batch of copies of ``sample``, at most ``upper``."""
+
+    host: Host
+    run: StockRun
+    settings: AdaptiveBatchingConfig
+    cache_inputs: CacheInputs
+    sample: Sample  # as long as training can meet
+    upper: int
+    reason: str  # what gives ``upper``, for messages
+    folder: Path  # of the run, where the result is kept
+
+    @property
+    def _length(self) -> int:
+        return len(self.host.objective.tokens(self.sample))
+
+    @property
+    def _include(self) -> int | None:
+        return self.run.batch_size if self.settings.grows else None
+
+    def find(self) -> Found:
+        """Run the probe, or take the result that an earlier run has stored."""
+        host, settings = self.host, self.settings
+        if settings.fills_memory:  # what a forward may take is no size to round
+            settings = replace(settings, round_to_power_of_two=False)
+        facts = {"include": self._include, "recipe": host.name, "sequence_length": self._length}
+        if settings.only_splits:  # whether larger forwards are worth their trials; about, as a probe takes time, too
+            facts["samples_of_run"] = 1 << (self.run.epochs * self._samples_of_epoch).bit_length()
+        path = self.folder / "probe.json"
+        return cached_probe(host, settings, self.cache_inputs, facts, self.upper, path, self._find)
+
+    def probed(self, found: Found) -> Probed:
+        """Return what the run makes of what was ``found``."""
+        settings, tokens, result = self.settings, self.host.objective.size(self.sample), found.result
+        capacity = None
+        if settings.fills_memory:
+            shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
+            capacity = Capacity(((tokens, found.samples), *shorter))
+        seen = result.batch_size * tokens
+        probed = Probed(result.batch_size, result.bound, settings.micro_batch_size, capacity, seen, found)
+        return settled(settings, probed, self.upper, self.reason)
+
+    def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
+        host, sample = self.host, self.sample
+        in_parts = accumulates(host, self.run, settings, measures_noise=self.cache_inputs.measures_noise)
+        times = ForwardTimes(self._samples_left())
+        step = partial(training_step, host, accumulates=in_parts, note=times.note)
+        # How much of what fits is best used is another question.
+        shorter = ProbeRequest(
+            self.upper, self.reason, coarse=settings.fills_memory, ranks=host.ranks, scratch=self.folder
+        )
+        question = replace(
+            shorter,
+            include=self._include,
+            # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
+            times=times if settings.only_splits else None,
+            remedies=lambda: remedies(host, sample, self.cache_inputs.make_optimizers, accumulates=in_parts),
+        )
+        result = find_largest(step(sample), settings, meter, question)
+        lengths_vary = not is_packed(host.loader.dataset) and host.objective.is_text(sample)
+        by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
+        if by_length and lengths_vary and settings.search == "predict" and result.enough is None:
+            find = partial(find_largest, config=settings, meter=meter, question=shorter)
+            result = replace(result, shorter=self._at_shorter_lengths(result, step, find))
+        return result
+
+    def _samples_left(self) -> float:
+        """Return how many copies of the sample have as many tokens as the run has left on a device."""
+        host, dataset = self.host, self.host.loader.dataset
+        some = range(0, len(dataset), -(-len(dataset) // _TO_READ))
+        tokens = sum(len(host.objective.tokens(dataset[index])) for index in some) / len(some)
+        epochs = max(self.run.epochs - self.run.first_epoch, 1)
+        return epochs * self._samples_of_epoch * tokens / self._length
+
+    @property
+    def _samples_of_epoch(self) -> int:
+        samples, most = self.host.samples_per_rank, self.run.max_steps_per_epoch
+        return samples if most is None else min(samples, most * self.run.window)
+
+    def _at_shorter_lengths(
+        self, result: ProbeResult, step: Callable[[Sample], TrainingStep], find: Callable[[TrainingStep], ProbeResult]
+    ) -> list[tuple[int, int, int]]:
+        """Return (tokens, batch size, peak bytes) at half the length and its halves, while more tokens fit there.
+
+        They do where attention takes memory by the square of the length. The trace tells whether it does, and real
+        steps whether the trace is right: the device may have a kernel that the trace does not know.
+        """
+        found: list[tuple[int, int, int]] = []
+        host, sample, length = self.host, self.sample, self._length
+        while length >= 4:
+            tokens, shorter = result.batch_size * length, length // 2
+            half = host.objective.stretch(sample, shorter)
+            if half is None or tokens >= self.upper * shorter:
+                break  # all that there are fit
+            if not host.ranks.all(_token_gain(step(sample), step(half), result.batch_size) > WORTH_PROBING):
+                break
+            sample, length = half, shorter
+            log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
+            result = find(step(sample))
+            if result.batch_size * length < WORTH_PROBING * tokens:
+                break
+            found.append((length, result.batch_size, result.peak_bytes))
+        return found
+
+
+def find_maximum(
+    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, cache_inputs: CacheInputs, report: Report
+) -> Probed:
+    """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data."""
+    upper, reason = upper_bound(host, run, settings)
+    if not settings.probes:
+        report.maximum(upper, reason)
+        return Probed(upper, reason, settings.micro_batch_size)
+    sample = worst_case_sample(
+        host.loader.dataset, host.objective, sequence_length=settings.sequence_length, tokenizer_max=host.max_length,
+        model_max=getattr(host.model, "max_seq_len", None),
+    )  # fmt: skip
+    probe = Probe(host, run, settings, cache_inputs, sample, upper, reason, report.directory)
+    start = time.perf_counter()
+    found = probe.find()
+    length = len(host.objective.tokens(sample))
+    report.probe(found.result, sequence_length=length, waited=time.perf_counter() - start)
+    return probe.probed(found)
+
+
+def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> tuple[int, str]:
+    """Return the most samples that a batch can have, whatever memory there is, and the reason."""
+    if not settings.use_maximum_batch_size and not settings.grows:
+        return run.window, "the samples of an optimizer step"  # a forward could take no more
+    samples = host.samples_per_rank
+    upper, reason = samples // run.accumulation, f"{samples} samples of data"
+    if settings.keep_global_batch:
+        upper, reason = run.window, "the global batch, which is kept"
+    if settings.max_batch_size is not None and settings.max_batch_size <= upper:
+        upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+    if run.samples is not None and run.samples < upper:
+        upper, reason = run.samples, f"the {run.samples} samples of the run"
+    return upper, reason
+
+
+def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason: str) -> Probed:
+    """Return what a run makes of the largest size that fits; ``upper`` is the bound that does not come from memory."""
+    maximum, bound, size = found.maximum, found.reason, found.micro_batch_size
+    if isinstance(size, Fixed):
+        if size.samples > maximum:
+            log.warning("micro_batch_size=%d does not fit; using the maximum, %d", size.samples, maximum)
+            size = Fixed(maximum)
+        maximum = maximum // size.samples * size.samples  # so that micro-batches come out even
+    elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
+        exact, maximum = maximum, 1 << (maximum.bit_length() - 1)
+        if maximum < exact and bound == "memory":
+            bound = rounded_down(exact)
+    if settings.grows and not settings.growth_is_bound_by_memory:
+        maximum, bound = upper, reason  # what does not fit at once is split
+    return replace(found, maximum=maximum, reason=bound, micro_batch_size=size)
+
+
+def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, measures_noise: bool) -> bool:
+    """Return True if a forward and backward can run while the gradients of another are held."""
+    in_parts = measures_noise and host.num_replicas == 1  # in two at least
+    return run.accumulation > 1 or settings.runs_in_parts or in_parts
+
+
+def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) -> float:
+    """Predicted token capacity at half length, relative to full length, from the rise of memory with the batch size.
+
+    Both rises are of what traces have in use: a measured one would add its noise to one of them alone.
+    """
+    try:
+        curve, half_curve = trace_peak_memory(step), trace_peak_memory(half_step)
+    except TraceError as error:
+        log.debug("whether more short samples fit cannot be predicted: %s", error)
+        return 1.0
+    rise = curve.peak_bytes(batch_size + 1) - curve.peak_bytes(batch_size)
+    half_rise = half_curve.peak_bytes(2 * batch_size + 2) - half_curve.peak_bytes(2 * batch_size)
+    return rise / half_rise if half_rise > 0 else 1.0
+
+
+def found_in(stored: Mapping[str, Any]) -> Found | None:
+    """Return what the probe of a run has found, from the state in its checkpoint; None if it had none."""
+    text = stored.get("probe")
+    return None if text is None else read_stored(lambda: Found.from_dict(json.loads(text)), "the checkpoint's probe")
+
+
+def cached_probe(
+    host: Host,
+    settings: AdaptiveBatchingConfig,
+    cache_inputs: CacheInputs,
+    facts: Mapping[str, Any],
+    upper: int,
+    path: Path,
+    find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
+) -> Found:
+    """Take the result that an earlier run has stored at ``path``, or find one and store it.
+
+    ``facts`` are what memory depends on in this probe alone, and ``upper`` is the largest size that is of use; ``find``
+    keeps within the settings that it is given. A device whose memory cannot be measured, or limits that leave none of
+    it, are a :class:`ConfigError`.
+    """
+    try:
+        meter = memory_meter(host.device)
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from error
+    ranks, shares_memory = host.ranks, meter.device.type == "cpu"
+    require_room(settings, meter, ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
+    if shares_memory:
+        settings = _with_room_for_training(settings, meter)
+    run = {
+        **cache_inputs.config(),
+        **facts,
+        "measures_noise": cache_inputs.measures_noise,
+        "packed": is_packed(host.loader.dataset),
+    }
+    models = {str(index): described(model) for index, model in enumerate(host.models)}
+    devices = described_devices(meter, ranks.size, is_sharded=host.collectives is not None)
+    now = Conditions(plain(settings_of_memory(settings)), plain(run), models, versions_of(_VERSIONS), devices)
+    available = int(ranks.smallest(memory_budget(settings, meter)))
+
+    def before() -> Found | None:
+        found, source = cache_inputs.found, "the checkpoint's probe"
+        if found is None:
+            source = f"the stored probe {path}"
+            found = read_stored(lambda: Found.from_dict(json.loads(path.read_text())), source)
+        held = taken_again(found, now, upper, available, stays=cache_inputs.resumes, source=source)
+        if held is not None:
+            log.info("maximum batch size %d, from %s", held.result.batch_size, source)
+        return held
+
+    found = ranks.on_first(before)
+    if found is not None:
+        return found
+    found = Found(find(settings, meter), now, upper, facts["sequence_length"])
+    ranks.on_first(lambda: store_found(path, found))
+    return found
+
+
+def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
+    """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
+    log.info("reserving %s for allocations outside of steps", memory_size(_ADDED_BY_TRAINING))
+    if settings.memory_limit is None:
+        least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
+        headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
+        return replace(settings, headroom=headroom)
+    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 2**10)
+    return replace(settings, memory_limit=replace(settings.memory_limit, num_bytes=limit, fraction=None))

@@ -1,0 +1,284 @@
+"""Code that every recipe shares: stock's set-up, extended where it has to be, and our loop in place of stock's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.utils.data import DataLoader
+from torchtune import training
+from torchtune.recipe_interfaces import FTRecipeInterface
+from torchtune.training.lr_schedulers import get_lr
+
+from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._memory import keep_little_on_the_host, little_to_collect
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._report.events import Watcher
+from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune.stock import checkpoints
+from adaptive_batching._torchtune.stock import host as hosts
+from adaptive_batching._torchtune.stock.data import STATE_KEY, SampleLoader, check_data_fills_a_step
+from adaptive_batching._torchtune.stock.learning_rate import scheduled_rates, scheduled_steps, set_rate
+from adaptive_batching._torchtune.stock.loading import replaced_in_torchtune
+from adaptive_batching._torchtune.stock.losses import next_token
+from adaptive_batching._torchtune.stock.objective import Objective, StockParts
+from adaptive_batching._torchtune.train.growing import resolve_increase
+from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
+from adaptive_batching._torchtune.train.probing import CacheInputs, found_in
+from adaptive_batching._torchtune.train.session import Session
+from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
+from adaptive_batching._torchtune.train.stock_keys import cannot_be_loaded, in_short
+from adaptive_batching._torchtune.train.validating import check_validation, hold_out
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class AdaptiveBatching:
+    """Mixed into a stock fine-tuning recipe, before it in the list of bases.
+
+    With none of ``use_maximum_batch_size``, ``batch_increase_function`` and ``micro_batch_size`` set, the recipe trains
+    as stock, bit for bit. A subclass extends the methods of stock's set-up (``_setup_model`` and the like), or names
+    another ``make_objective``; attributes that it changes when ``setup`` has ended are not looked at again.
+
+    Raises:
+        TypeError: When a class is made that names a stock recipe before this one, or overrides ``_loss_step``.
+    """
+
+    # Set by the stock recipe
+    _dataloader: SampleLoader
+    _device: torch.device
+    _gradient_accumulation_steps: int
+    _metric_logger: Any
+    _resume_from_checkpoint: bool
+    _steps_per_epoch: int
+    epochs_run: int
+    global_step: int
+    total_epochs: int
+
+    make_objective: Callable[[StockParts], Objective] = staticmethod(next_token)
+    """Makes the recipe's objective."""
+
+    validates = True
+    """True if the loss is a mean over target tokens, which a validation computes."""
+
+    prepare: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
+    """Called with the config before the recipe is launched."""
+
+    _batches_of_a_step: int | None = None
+    """Batches of the loader that an optimizer step takes, at least; None for as many as stock accumulates."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
+            if FTRecipeInterface in base.__mro__ and not issubclass(base, AdaptiveBatching):
+                raise TypeError(
+                    f"class {cls.__name__}: {base.__name__} comes before AdaptiveBatching in the bases, so its setup "
+                    "and train would run instead of ours; put AdaptiveBatching first"
+                )
+            if "_loss_step" in vars(base):
+                raise TypeError(
+                    f"class {cls.__name__}: _loss_step of {base.__name__} would not be called; give the class a "
+                    f"make_objective, whose objective computes the loss"
+                )
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = read_settings(cfg)
+        if self._settings.enabled and cfg.device == "cpu":
+            keep_little_on_the_host()
+        self._increase = resolve_increase(self._settings)
+        if self._increase.noise_scale_every is not None:
+            check_that_noise_can_be_measured(cfg, self._increase.reader)
+        self._validation = read_validation(cfg)
+        check_validation(self._validation, self._increase, type(self))
+        self._validation_loader: SampleLoader | None = None
+        self.watchers: list[Watcher] = []
+        """Are told what happens while the recipe trains."""
+
+        self._checkpoints = Path(cfg.checkpointer.output_dir)
+        self._backward_optimizers = hosts.OptimizersInBackward()
+        self._stored: dict[str, Any] = {}
+        self._rates: list[float] | None = None
+        self._session: Session | None = None
+        self._report: Report | None = None
+        self._warned_of_logger = False
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        self.ranks = Ranks(self._device)
+
+    def setup(self, cfg: DictConfig) -> None:
+        settings = self._settings
+        if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
+            directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
+            about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
+            self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
+        found: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if cfg.resume_from_checkpoint:
+            if self.ranks.is_first:
+                checkpoints.restore_state(self._checkpoints)
+            if self.ranks.size > 1:
+                dist.barrier()
+            if not hosts.saves_asynchronously(self):
+                if settings.enabled:
+                    found = checkpoints.from_last_checkpoint(cfg)
+                else:
+                    checkpoints.refuse_step_checkpoints(cfg)
+        with found:
+            super().setup(cfg=cfg)  # type: ignore[misc]
+        with self._at_work():
+            self._settle(cfg, self._report)
+
+    def _settle(self, cfg: DictConfig, report: Report | None) -> None:
+        if self._rates is None:  # stock has no schedule
+            steps = self.total_epochs * self._steps_per_epoch
+            self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
+        host = hosts.host_of(self, self.ranks, self._backward_optimizers, self.make_objective)
+        run = hosts.run_of(self, int(cfg.batch_size), self._rates)
+        held_out = None
+        if self._validation is not None and self._validation_loader is not None:
+            objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
+            with unchanged_random_state(self._device):
+                held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
+        self._session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
+        self._session.settle(self._cache_inputs(cfg))
+        self.global_step = self._session.run.first_step
+
+    def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
+        measures_noise, stored = self._increase.noise_scale_every is not None, self._stored
+        return CacheInputs(cfg, measures_noise, resumes=bool(stored), found=found_in(stored))
+
+    def train(self) -> None:
+        assert self._session is not None, "set up first"
+        with self._at_work():
+            self._session.loop(self, self.watchers).run()
+        self._session.finish()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Collect little garbage, and show errors on the page of the run; ranks on other machines leave it alone."""
+        with contextlib.ExitStack() as stack:
+            if self._report is not None:
+                stack.enter_context(little_to_collect())
+                if self.ranks.is_next_to_first:
+                    stack.enter_context(self._report.showing_errors())
+            yield
+
+    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
+        """Let stock know how far the run is."""
+        self.epochs_run, self.global_step, self._steps_per_epoch = epochs_run, global_step, steps_per_epoch
+
+    def learning_rate(self) -> float:
+        """Return the learning rate that stock would log."""
+        return float(get_lr(hosts.learning_rate_holder(self)))
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Hand metrics to stock's logger; with adaptive batching on, a full disk there ends no training."""
+        try:
+            self._metric_logger.log_dict(metrics, step=step)
+        except OSError as error:
+            if not self._settings.enabled:
+                raise
+            if not self._warned_of_logger:
+                log.warning("metrics could not be logged (%s); training continues", error)
+            self._warned_of_logger = True
+
+    def save_epoch(self, epoch: int, *, is_last: bool) -> None:
+        """Save the checkpoint that ends ``epoch``, as stock does."""
+        keep = checkpoints.kept_if_disk_is_full
+        self._save(epoch, keep(self._checkpoints, epoch) if self.ranks.is_first else contextlib.nullcontext())
+
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
+        writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
+        to = hosts.checkpointer_of(self), self._checkpoints
+        around = checkpoints.saved_as_step(step, to) if writes else contextlib.nullcontext()
+        self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, around)
+
+    def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:
+        assert self._session is not None, "set up first"
+        self._session.note_random_state()
+        merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
+        with checkpoints.unchanged_weights(merged_into), around:
+            self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
+
+    def cleanup(self) -> None:
+        self._backward_optimizers.release()
+        try:
+            super().cleanup()  # type: ignore[misc]
+        except OSError as error:
+            if not self._settings.enabled:
+                raise
+            log.warning("the metric logger could not be closed (%s); training is complete and saved", error)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        except (FileNotFoundError, ValueError) as error:
+            if self._resume_from_checkpoint:
+                raise
+            raise ConfigError(cannot_be_loaded(error)) from error
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
+        sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
+        drops_last = self._settings.enabled or stock_loader.drop_last
+        loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
+        batches = self._batches_of_a_step or self._gradient_accumulation_steps
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, batches)
+        if self._validation is not None:
+            size = self._validation.batch_size or loader.batch_size
+            of_validation = {"cfg_dataset": self._validation.dataset, "shuffle": False, "batch_size": size}
+            with unchanged_random_state(self._device):
+                _, stock_loader = self._load_data("dataset_val", *args, **{**kwargs, **of_validation})
+            self._validation_loader = SampleLoader(stock_loader)
+        return loader if sampler is None else (sampler, loader)
+
+    def _load_data(self, key: str, *args: Any, **kwargs: Any) -> tuple[Any, DataLoader[Any]]:
+        """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``."""
+        try:
+            made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{key} cannot be loaded: {in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
+            ) from error
+        return made if isinstance(made, tuple) else (None, made)
+
+    def _state_to_store(self) -> dict[str, Any] | None:
+        return None if self._session is None else self._session.state_dict(self.global_step)
+
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
+        if self._settings.enabled:
+            epochs = getattr(self, "total_epochs", None)  # in PPO those of the run that is resumed hold
+            if epochs is not None and self.epochs_run >= epochs:
+                raise ConfigError(
+                    f"epochs={epochs} leaves nothing to train: the run being resumed has finished {self.epochs_run}. "
+                    f"Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
+                )
+            self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
+
+    def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced_in_torchtune(register_optim_in_bwd_hooks=self._backward_optimizers.register):
+            return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:
+        enabled = self._settings.enabled
+        if enabled:
+            # The stock LoRA recipe starts the schedule from its beginning on resume.
+            last_epoch = scheduled_steps(self.epochs_run, self._stored, self._steps_per_epoch) - 1
+            initial_lr = hosts.initial_learning_rate(self)
+            rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
+            if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
+                for group in hosts.groups_of(self):
+                    set_rate(group, initial_lr)
+        kwargs |= {"num_training_steps": num_training_steps, "last_epoch": last_epoch}
+        scheduler = super()._setup_lr_scheduler(**kwargs)  # type: ignore[misc]
+        if enabled and last_epoch >= 0 and scheduler is not None:
+            # Some of torch's schedulers take the step that they resume at a second time.
+            for group in hosts.groups_of(self):
+                set_rate(group, rates[last_epoch + 1])
+        return scheduler

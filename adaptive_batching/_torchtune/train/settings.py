@@ -1,0 +1,234 @@
+"""From a torchtune config to settings: the only reader of our keys in a ``DictConfig``."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune import training
+
+from adaptive_batching._config import SECTION, TOP_LEVEL, AdaptiveBatchingConfig
+from adaptive_batching._device import device_name
+from adaptive_batching._report.about import about
+from adaptive_batching._torchtune.names import config_files, config_on_command_line, stock_config
+from adaptive_batching._torchtune.train.growing import resolve_increase
+from adaptive_batching._values import ConfigError, Explore, Fixed, Whole, divisors_of, require_positive_int
+
+log = logging.getLogger(__name__)
+
+_OF_GROWTH = ["increase_every", "grow_during_warmup", "grow_beyond_memory"]
+_OF_ANY = ["lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch"]
+_OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
+FIELDS = (*TOP_LEVEL, "adaptive_batching")
+VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
+
+# Names by which other tools know what ours do.
+_ELSEWHERE = {
+    "auto_find_batch_size": "use_maximum_batch_size: True",  # Transformers, Accelerate
+    "auto_scale_batch_size": "use_maximum_batch_size: True",  # Lightning
+    "scale_batch_size": "use_maximum_batch_size: True",
+    "per_device_train_batch_size": "batch_size, which is per device",  # Transformers
+    "train_batch_size": "batch_size, which is per device",  # DeepSpeed
+    "device_train_microbatch_size": "micro_batch_size: auto",  # Composer
+    "train_micro_batch_size_per_gpu": "micro_batch_size",  # DeepSpeed
+}
+
+
+def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
+    for key in map(str, cfg):
+        _check_owner(key, cfg)
+    check_names(cfg, {*FIELDS, *VALIDATION})
+    values: dict[str, Any] = {key: _plain(cfg, key) for key in TOP_LEVEL}
+    if values["use_maximum_batch_size"] is None:
+        values["use_maximum_batch_size"] = False
+    if _is_taken_away(values["batch_increase_function"]):
+        values["batch_increase_function"] = None
+    section = _plain(cfg, "adaptive_batching")
+    settings = AdaptiveBatchingConfig.from_mapping(section, **values, batch_size=cfg.batch_size)
+    collate_fn = cfg.get("collate_fn", "")
+    if "left_pad" in str(collate_fn):
+        raise ConfigError(
+            f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
+        )
+    if cfg.get("optimizer_in_bwd", False) and training.is_distributed():
+        _check_against_optimizer_in_backward(cfg, settings)
+    if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
+        raise ConfigError(
+            "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to "
+            "grow; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
+        )
+    if warns:
+        _warn_of_what_does_nothing(settings)
+    return settings
+
+
+def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
+    """Read and validate what the config of an evaluation says about adaptive batching."""
+    for key in (*FIELDS[1:-1], *VALIDATION):
+        value = _plain(cfg, key)
+        if value not in (None, {"_component_": None}):
+            raise ConfigError(f"{key}={value!r} is for training, and cannot be used in an evaluation; set {key}=null")
+    known = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
+    settings, default = read_settings(known, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
+    for key in SECTION if warns else ():
+        if key not in _OF_EVALUATION and getattr(settings, key) != getattr(default, key):
+            log.warning("adaptive_batching.%s=%s does nothing in an evaluation", key, getattr(settings, key))
+    return settings
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    dataset: Any  # a component, or a list of them
+    every: int  # optimizer steps from one validation to the next
+    batch_size: int | None = None  # samples of a forward; None to follow the training batch
+
+
+def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSettings | None:
+    """Read and validate what a config says about validation; None for no validation."""
+    dataset, batch_size, every = (cfg.get(key) for key in VALIDATION)
+    for key in VALIDATION[1:]:
+        if cfg.get(key) is not None:
+            require_positive_int(key, cfg[key])
+    if _is_taken_away(dataset):
+        dataset = None
+    parts = dataset if isinstance(dataset, ListConfig) else [] if dataset is None else [dataset]
+    if any(not isinstance(part, DictConfig) or "_component_" not in part for part in parts):
+        raise ConfigError(
+            f"dataset_val={_plain(cfg, 'dataset_val')!r} is not a component; write it like dataset, with "
+            "dataset_val._component_"
+        )
+    if every is None:
+        for key, value in zip(VALIDATION, (dataset, batch_size), strict=False):
+            if warns and value is not None:
+                log.warning("%s=%s does nothing without run_val_every_n_steps", key, _plain(cfg, key))
+        return None
+    if not parts:
+        raise ConfigError(
+            f"run_val_every_n_steps={every} has no data to validate on; set dataset_val, a component like dataset, or "
+            "run_val_every_n_steps=null"
+        )
+    return ValidationSettings(dataset, every, batch_size)
+
+
+def check_names(cfg: DictConfig, known: set[str]) -> None:
+    """Refuse keys at the top level that are all but one of ``known``, and that the config does not use itself."""
+    for key in map(str, cfg):
+        close = () if key in known else difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85)
+        if close and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):
+            raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
+
+
+def _check_owner(key: str, cfg: DictConfig) -> None:
+    """Refuse a setting of ours that stands outside its section, and names that other tools use."""
+    is_foreign = key in SECTION or key in _ELSEWHERE
+    if is_foreign and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):  # else it is a name that the config uses itself
+        if key in _ELSEWHERE:
+            raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
+        raise ConfigError(
+            f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
+            f"adaptive_batching.{key}={cfg.get(key)}"
+        )
+
+
+def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
+    if settings.grows:
+        return
+    default, keys, without = AdaptiveBatchingConfig(), _OF_GROWTH, "batch_increase_function"
+    if not settings.enabled:
+        keys, without = _OF_GROWTH + _OF_ANY, "any of the fields that change the batch"
+    for key in keys:
+        if getattr(settings, key) != getattr(default, key):
+            log.warning("adaptive_batching.%s=%s does nothing without %s", key, getattr(settings, key), without)
+
+
+def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
+    constant = not settings.use_maximum_batch_size and not settings.grows
+    size = settings.micro_batch_size
+    whole = isinstance(size, Whole) or (constant and size == Fixed(cfg.batch_size))
+    if whole and not (settings.enabled and settings.grow_beyond_memory):
+        return
+    what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={size}"
+    raise ConfigError(
+        f"optimizer_in_bwd=True cannot accumulate micro-batches on several devices ({what}, "
+        f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
+    )
+
+
+def check_ppo_settings(cfg: DictConfig) -> None:
+    """Refuse what the settings of a PPO config ask for in vain.
+
+    Raises:
+        ConfigError: On the first setting that cannot be used.
+    """
+    settings = read_settings(cfg, warns=False)
+    if not settings.enabled:
+        return
+    size = settings.micro_batch_size
+    if isinstance(size, Explore):
+        raise ConfigError(
+            "micro_batch_size=explore does not work with PPO, whose trajectories all have the same length; write "
+            "auto, for as many as fit, or a number"
+        )
+    if settings.keep_global_batch:
+        raise ConfigError(
+            "adaptive_batching.keep_global_batch=True does not work with PPO: ppo_batch_size, which the optimizer "
+            "sees, grows with batch_size; set keep_global_batch=False"
+        )
+    policy_dir, value_dir = cfg.checkpointer.output_dir, cfg.value_checkpointer.output_dir
+    if settings.save_every_n_steps is not None and Path(policy_dir).resolve() == Path(value_dir).resolve():
+        raise ConfigError(
+            f"save_every_n_steps={settings.save_every_n_steps} would save policy and value model to the same folders, "
+            f"in output_dir={policy_dir!r}; set value_checkpointer.output_dir to another"
+        )
+    increase = resolve_increase(settings)
+    if increase.noise_scale_every is not None:
+        raise ConfigError(
+            f"the gradient noise scale, which {increase.reader} needs, is not measured in PPO; use an increase "
+            "function that does not read it, and leave noise_scale_every unset"
+        )
+    rows = cfg.ppo_batch_size // cfg.gradient_accumulation_steps
+    constant = not settings.use_maximum_batch_size and not settings.grows
+    if isinstance(size, Fixed) and constant and rows % size.samples:
+        raise ConfigError(
+            f"micro_batch_size={size} does not divide the {rows} trajectories of a backward pass (ppo_batch_size="
+            f"{cfg.ppo_batch_size} / gradient_accumulation_steps={cfg.gradient_accumulation_steps}); these do: "
+            f"{divisors_of(rows)}"
+        )
+
+
+def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
+    return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
+
+
+def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
+    stock = stock_config(Path(config_on_command_line()))
+    of_stock = (
+        {} if stock is None else {"stock": {"name": stock, "config": _whole(OmegaConf.load(config_files()[stock]))}}
+    )
+    config = _whole(cfg)
+    model = str((config.get("model") or {}).get("_component_", "")).rpartition(".")[2]
+    known = about(recipe, model, config, device=device_name(device), ranks=num_ranks, packages=("torch", "torchtune"))
+    return {**known, **of_stock}
+
+
+def _whole(cfg: Any) -> Any:
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for
+        return OmegaConf.to_container(cfg, resolve=False)
+
+
+def _is_taken_away(value: Any) -> bool:
+    """Return True for what torchtune makes of key=null on the command line, over a component in the YAML."""
+    return isinstance(value, (dict, DictConfig)) and value.get("_component_", ...) is None
+
+
+def _plain(cfg: DictConfig, key: str) -> Any:
+    value = cfg.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

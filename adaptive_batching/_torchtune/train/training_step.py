@@ -1,0 +1,207 @@
+"""A recipe's optimizer step, as the probe runs and traces it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.optim import Optimizer
+from torchtune import modules, training
+
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._probe.does_not_fit import Remedy
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune.stock import compiling
+from adaptive_batching._torchtune.stock.data import Sample, repeat
+from adaptive_batching._torchtune.stock.host import Host, OptimizersInBackward
+from adaptive_batching._torchtune.stock.losses import keeps_scales
+from adaptive_batching._torchtune.stock.objective import Batch, Sums
+from adaptive_batching._torchtune.stock.stand_ins import run_without_values
+from adaptive_batching._torchtune.train.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
+from adaptive_batching._torchtune.train.gradients import discard as drop_step
+from adaptive_batching._trace.training import Run, TrainingStep, models_of
+
+_NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
+
+# Groups of parameters -> an optimizer for each, as the config has it
+MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer]]
+Note = Callable[[int, float], None]
+
+
+def training_step(
+    host: Host, sample: Sample, *, accumulates: bool, note: Note | None = None, traces_both: bool = False
+) -> TrainingStep:
+    """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
+
+    If it ``accumulates``, a forward and backward runs while the gradients of another are held, which is the costliest
+    moment. A trace makes those gradients at once, unless it ``traces_both``: the peak is the same, but not what an
+    allocator reserves for it. ``note`` is told the samples and the seconds of each forward and backward of a real step.
+    """
+    num_samples = 0
+
+    def make_batch(batch_size: int) -> Batch:
+        nonlocal num_samples
+        num_samples = batch_size
+        return host.objective.collate(repeat(sample, batch_size))
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+        is_trace = model is not whole
+        target = _stand_in(host, model, optimizers) if is_trace else host
+        runs_both = accumulates and (traces_both or not is_trace)
+
+        def run_one(batch: Batch, *, is_last: bool) -> Sums:
+            start = time.perf_counter()
+            with held_back(target, is_last=is_last):
+                sums = forward_backward(target, dict(batch))
+            if note is not None and not is_trace:
+                if host.device.type != "cpu":
+                    torch.get_device_module(host.device).synchronize(host.device)
+                note(num_samples, time.perf_counter() - start)
+            return sums
+
+        def run(batch: Batch) -> None:
+            if is_trace:
+                batch = without_block_mask(batch)
+            if accumulates and not runs_both:
+                _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
+            forwards = [partial(run_one, batch, is_last=last) for last in ([False, True] if runs_both else [True])]
+            outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
+            if outcome.failed:
+                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            apply_gradients(target, sum_over_ranks(sum(outcome.results[1:], outcome.results[0]), target.ranks))
+
+        return run
+
+    def discard() -> None:
+        host.objective.forget()
+        compiling.forget(host)  # each size is compiled as it would be in training
+
+    whole = nn.ModuleList(host.models) if host.objective.frozen_models else host.model
+    return TrainingStep(
+        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole),
+        compiling.is_partitioned_by_inductor(host), keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
+    )  # fmt: skip
+
+
+def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
+    """Return settings that are not used yet and could make a batch of one sample fit."""
+    step = training_step(host, sample, accumulates=accumulates)
+    found = []
+    if not host.checkpoints_activations:
+        layers = {modules.TransformerSelfAttentionLayer}
+        checkpoint = partial(training.set_activation_checkpointing, auto_wrap_policy=layers)
+        found.append(Remedy("enable_activation_checkpointing=True", step, checkpoint))
+    ways = host.objective.saves_memory_by
+    if "offloading" in ways and not host.offloads_activations and host.device.type == "cuda":
+        found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
+    weights = [p for p in host.model.parameters() if p.dim() > 1]
+    trains_all = all(p.requires_grad for p in weights)
+    quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
+    if trains_all:
+        if not host.steps_in_backward and not accumulates:
+            changed = replace(host, backward_optimizers=OptimizersInBackward(), clip_norm=None)
+            in_backward = _with_optimizers(step, changed, lambda trained: make_optimizers([[p] for p in trained]))
+            with_it = "" if host.clip_norm is None else " (with clip_grad_norm=null)"
+            found.append(Remedy(f"optimizer_in_bwd=True{with_it}", in_backward))
+        if "lora" in ways:
+            lora = _with_optimizers(
+                step, replace(host, backward_optimizers=None), lambda trained: make_optimizers([trained])
+            )
+            found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
+            found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
+    elif not any("NF4" in type(p).__name__ for p in weights):
+        found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
+    length = len(host.objective.tokens(sample))
+    for shorter in (length // 2, length // 4):
+        stretched = host.objective.stretch(sample, shorter) if shorter > 1 else None
+        if stretched is not None:
+            shorter_step = training_step(host, stretched, accumulates=accumulates)
+            found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
+    return found
+
+
+def batch_dependent_module(host: Host) -> str | None:
+    """Name a part of the loss or of the model that computes over the batch dimension, or return None."""
+    if (part := host.objective.batch_dependent_part()) is not None:
+        return part
+    tokens = torch.arange(1, 41, device=host.device).reshape(5, 8)  # [samples, tokens]; any text will do
+    is_text = host.objective.is_text(host.loader.dataset[0])
+
+    def run(batch: torch.Tensor) -> None:
+        if is_text:  # a multimodal model may not take text alone
+            host.model(tokens=batch)
+
+    return find_batch_dependent_module(host.model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
+
+
+def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if parameter.requires_grad and parameter.grad is None and not getattr(parameter, "is_on_host", False):
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _vocabulary(model: nn.Module) -> frozenset[int]:
+    """Return the size of the vocabulary, if any, by which a trace knows logits."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return frozenset([max(sizes)] if sizes else [])
+
+
+def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
+    """Return ``host`` as it trains a copy of its models, on their device and alone, for the trace."""
+    trained, *frozen = models_of(model)
+    backward_optimizers = None
+    if host.steps_in_backward:
+        backward_optimizers = OptimizersInBackward()
+        stepped = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+        backward_optimizers.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
+    objective = host.objective.for_trace(frozen)
+    if compiling.is_partitioned_by_inductor(host):
+        compiling.run_as_compiled([trained, *frozen], host.models, objective)
+    run_without_values(trained)
+    return replace(
+        host,
+        objective=objective,
+        model=trained,
+        optimizers=optimizers,
+        device=next(trained.parameters()).device,
+        ranks=Ranks(alone=True),
+        collectives=None,
+        backward_optimizers=backward_optimizers,
+    )
+
+
+def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return ``batch`` as a trace can take it: flex attention, which takes a mask of blocks, has no fake kernel.
+
+    Without it attention is causal, in a fused kernel that keeps as much for the backward pass.
+    """
+    return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
+
+
+def _freeze_weights(model: nn.Module) -> None:
+    """Do roughly what LoRA does to memory: freeze matrices, train little else."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+
+
+def _with_optimizers(
+    step: TrainingStep, host: Host, make: Callable[[list[nn.Parameter]], Sequence[Optimizer]]
+) -> TrainingStep:
+    """Return ``step`` as ``host`` has it, with optimizers that ``make`` returns of what the copied model trains."""
+
+    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
+        target = _stand_in(host, model, make([p for p in model.parameters() if p.requires_grad]))
+
+        def run(batch: dict[str, Any]) -> None:
+            apply_gradients(target, forward_backward(target, without_block_mask(batch)))
+
+        return run
+
+    return replace(step, optimizers=[], bind=bind)

@@ -1,0 +1,241 @@
+"""Validation while training: the mean loss over the target tokens of a data set that is held out.
+
+Training sees nothing of it. The model, its gradients and its mode, random numbers, the order of the data, memory
+statistics and the limits that training has learned are as they would be without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+from torchtune import training
+from tqdm import tqdm
+
+from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._growth.increase import reads_val_loss
+from adaptive_batching._memory import release_cached_memory
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity
+from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
+from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
+from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
+from adaptive_batching._torchtune.train.gradients import to_device
+from adaptive_batching._torchtune.train.growing import Increase
+from adaptive_batching._torchtune.train.probing import Probed
+from adaptive_batching._torchtune.train.settings import ValidationSettings
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter, ValidationRecovery
+from adaptive_batching._torchtune.train.training_step import batch_dependent_module
+from adaptive_batching._values import ByLength, ConfigError, Fixed
+
+log = logging.getLogger(__name__)
+
+# Forwards whose samples are loaded and sorted by length together, so that little is padded.
+_LOOK_AHEAD = 16
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    loader: SampleLoader  # for its samples, collate function and ranks, not its order and batches
+    objective: Objective  # the recipe's, with an own state, for batches of this data set
+    every: int
+    batch_size: int | None  # samples of a forward; None to follow the training batch
+    longest: int  # number of its longest sample
+
+
+def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Objective, model: nn.Module) -> HeldOut:
+    """Return a data set to validate on. Each sample is read once, which takes less than a validation does.
+
+    Refused is one that is empty, without a single target, or with a sample that is longer than a model takes.
+    """
+    size = len(loader.dataset)
+    if size == 0:
+        raise ConfigError("dataset_val is empty; check its source, split and filters")
+    lengths, has_targets = [], False
+    for index in tqdm(range(size), desc="Reading dataset_val", dynamic_ncols=True):
+        sample = loader.dataset[index]
+        lengths.append(len(objective.tokens(sample)))
+        has_targets = has_targets or objective.counts([sample]).terms > 0
+    if not has_targets:
+        raise ConfigError(
+            f"dataset_val has no target token in any of its {size} samples; check its columns, or raise "
+            f"tokenizer.max_seq_len, which may cut the answers off"
+        )
+    longest = lengths.index(max(lengths))
+    most = min(int(getattr(each, "max_seq_len", lengths[longest])) for each in (model, *objective.frozen_models))
+    if lengths[longest] > most:
+        raise ConfigError(
+            f"dataset_val has a sample of {lengths[longest]} tokens, number {longest} (the first is 0), but the model "
+            f"takes at most {most}; set tokenizer.max_seq_len={most}"
+        )
+    return HeldOut(loader, objective, settings.every, settings.batch_size, longest)
+
+
+def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type | None) -> None:
+    """Refuse validation where a recipe has none, and what reads its loss where it is not configured."""
+    if settings is not None and recipe is not None and not getattr(recipe, "validates", True):
+        raise ConfigError(
+            f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is not a mean "
+            "over target tokens; set run_val_every_n_steps=null"
+        )
+    if settings is None and increase.function is not None and reads_val_loss(increase.function):
+        raise ConfigError(
+            f"batch_increase_function={increase.name!r} with metric='val_loss' needs a validation; set dataset_val and "
+            f"run_val_every_n_steps, or metric=loss"
+        )
+
+
+class Validation:
+    """Computes the loss of a model on a data set that is held out.
+
+    Each rank takes every n-th sample; none is repeated, and a rank that has fewer makes up for it with forwards of
+    weight 0. A forward that runs out of memory runs again in smaller parts, which ``limit`` remembers. ``probed`` is
+    None if the training batch keeps its size.
+    """
+
+    def __init__(
+        self, host: Host, held_out: HeldOut, run: StockRun, limit: TokenLimit, probed: Probed | None, *, recovers: bool
+    ) -> None:
+        if failure := host.ranks.connect():
+            raise GroupError(failure)
+        # Exact whatever was split, and the same collectives on every rank.
+        held_out.objective.leave_stock()
+        held_out.objective.equalize_collectives()
+        self._host = host = replace(
+            host, objective=held_out.objective, loader=held_out.loader, backward_optimizers=None
+        )
+        self._loader, self._objective = held_out.loader, held_out.objective
+        self._every, self._longest = held_out.every, held_out.longest
+        self._models = host.models
+        first, self._replicas = int(self._loader.sampler.rank), int(self._loader.sampler.num_replicas)
+        self._indices = range(first, len(self._loader.dataset), self._replicas)
+        with unchanged_random_state(host.device):
+            sample = self._loader.dataset[0]
+        self._filler = self._objective.filler([sample])
+        most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.maximum)
+        self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
+        split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
+        if held_out.batch_size is None and probed is not None and probed.tokens:
+            # A forward alone takes less memory than a training step, so that it needs no probe of its own.
+            split_policy.size, split_policy.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
+            tokens = split_policy.capacity.tokens
+        self._splitter = Splitter(host, split_policy)
+        find = functools.cache(partial(batch_dependent_module, host))  # in the model in evaluation mode
+        self._recovery = ValidationRecovery(host, limit, find, recovers=recovers, probed_tokens=tokens)
+        self._logs_peak_memory = run.logs_peak_memory
+        self._peaks: dict[str, float] = {}
+        self._collectives = self._record_forward()
+
+    def is_due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def check_that_longest_fits(self) -> None:
+        """Run the longest sample alone, before training: nothing smaller could run in its place at a validation.
+
+        A compiled model is left alone: what it compiles first has an effect on what it compiles for training.
+        """
+        if not self._host.is_compiled:
+            with self._apart_from_training():
+                self._run_window([self._longest])
+
+    def run(self) -> float:
+        """Return the mean loss over all target tokens of the data set, the same on every rank."""
+        start = time.perf_counter()
+        with self._apart_from_training():
+            sums = self._sum_over_samples()
+        tokens = int(sums.tokens)
+        share = self._objective.weight_of(Counts(tokens, tokens)) / tokens
+        loss = float(self._objective.mean_loss(replace(sums.map(lambda value: value * share), tokens=sums.tokens)))
+        log.info("val_loss %.4f (%d samples, %.1f s)", loss, len(self._loader.dataset), time.perf_counter() - start)
+        return loss
+
+    def with_peaks_before(self, peaks: dict[str, float]) -> dict[str, float]:
+        """Return ``peaks`` of memory as they are with those of training before the last validation."""
+        kept, self._peaks = self._peaks, {}
+        return {name: max(value, kept.get(name, 0.0)) for name, value in peaks.items()}
+
+    def _sum_over_samples(self) -> Sums:
+        most_on_a_rank = -(-len(self._loader.dataset) // self._replicas)
+        windows = [self._indices[at : at + self._window] for at in range(0, most_on_a_rank, self._window)]
+        sums = functools.reduce(operator.add, map(self._run_window, windows))
+        return functools.reduce(operator.add, self._host.ranks.gather(sums))
+
+    def _run_window(self, indices: Sequence[int]) -> Sums:
+        samples = self._loader.load(indices)
+        self._recovery.start()
+
+        def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
+            micro_batches = self._split(samples)
+            forwards = [partial(self._forward, each) for each in micro_batches]
+            return [(micro_batches, run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard))]
+
+        [(_, outcome)] = self._recovery.run_until_fits(attempt)
+        self._recovery.state.end()
+        on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
+        return functools.reduce(operator.add, on_host)
+
+    def _split(self, samples: list[Sample]) -> list[MicroBatch]:
+        """Return as many micro-batches as every other rank, which weigh as much as they have targets."""
+        longest_first = sorted(samples, key=self._objective.size, reverse=True)
+        weighted = []
+        for each in self._splitter.split(longest_first or [self._filler]):
+            terms = 0 if each.is_filler or not samples else self._objective.counts(each.samples).terms
+            if terms == 0:  # whose mean would be 0/0
+                each = MicroBatch([self._filler], self._objective.size(self._filler))
+            weighted.append(replace(each, weight=float(terms), num_tokens=terms))
+        return weighted
+
+    def _forward(self, micro_batch: MicroBatch) -> Sums:
+        batch = self._objective.collate(micro_batch.samples)
+        to_device(batch, self._host.device)
+        _, sums = self._objective.loss(self._host.model, batch, micro_batch.weight)
+        end_forward(self._models)
+        return replace(sums, tokens=torch.full_like(sums.tokens, micro_batch.num_tokens or 0))
+
+    def _discard(self) -> None:
+        self._objective.forget()
+        release_cached_memory(self._host.device)
+
+    def _record_forward(self) -> MicroBatchCollectives | None:
+        """Record what a forward of a sharded model issues, so that a rank can issue it for the others."""
+        if self._host.collectives is None:
+            return None
+        collectives = self._host.collectives.of_forwards()
+        with unchanged_random_state(self._host.device), torch.compiler.set_stance("force_eager"), torch.no_grad():
+            batch = self._objective.smallest_batch(self._loader.dataset)
+            to_device(batch, self._host.device)
+            collectives.start()
+            self._objective.loss(self._host.model, batch, 1.0)
+            collectives.finish()
+        end_forward(self._models)
+        return collectives
+
+    @contextlib.contextmanager
+    def _apart_from_training(self) -> Iterator[None]:
+        device = self._host.device
+        if self._logs_peak_memory:
+            self._peaks = self.with_peaks_before(training.get_memory_stats(device=device))
+        modes = [(module, module.training) for model in self._models for module in model.modules()]
+        for model in self._models:
+            model.eval()
+        try:
+            with unchanged_random_state(device), torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            if device.type != "cpu":  # else training's allocator would have to start over to find room
+                torch.get_device_module(device).empty_cache()
+            if self._logs_peak_memory:
+                training.get_memory_stats(device=device)  # resets them
