@@ -47,8 +47,8 @@ from timed_epoch import time_epoch
 from torchtune import config
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe import find
+from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.cli.quickstart import build
 from adaptive_batching._torchtune.train import probing
 from adaptive_batching._trace.trace import trace_peak_memory, trace_step

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adaptive_batching._memory import memory_meter
-from adaptive_batching._micro_batches.forward_cost import ForwardCost
+from adaptive_batching._step.forward_cost import ForwardCost
 
 
 def time_epoch(recipe: Any) -> dict[str, Any]:

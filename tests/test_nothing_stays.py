@@ -11,7 +11,7 @@ import torch
 
 from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, DoesNotFitError
 from adaptive_batching._loop.step import clip_and_step
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._trace.training import TrainingStep

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.retry import Retry
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.retry import Retry
+from adaptive_batching._step.run import Outcome, run_micro_batches
+from adaptive_batching._step.split import Capacity
 
 Result = TypeVar("Result")
 

@@ -18,13 +18,13 @@ from torch import nn
 
 from adaptive_batching._device import RandomState, without_waiting
 from adaptive_batching._evidence import in_groups, losses_of_groups
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module, find_batch_norm
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.retry import Retry
-from adaptive_batching._micro_batches.split import padded_tokens
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._snapshot import StepState, rehearsal
+from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.retry import Retry
+from adaptive_batching._step.split import padded_tokens
 from adaptive_batching._values import DRY_RUN, ConfigError
 
 Sample = TypeVar("Sample")

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._loop.audit import Audit
-from adaptive_batching._loop.data_parallel import DataParallel, data_parallel_of
 from adaptive_batching._loop.samples import (
     FORWARD_COST,
     Loss,
@@ -25,8 +23,6 @@ from adaptive_batching._loop.samples import (
     run_forward,
 )
 from adaptive_batching._memory import memory_meter, num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.run import Outcome
-from adaptive_batching._micro_batches.split import Capacity, padded_tokens, split_by_length
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest, find_largest
@@ -35,6 +31,10 @@ from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, num_collectives
 from adaptive_batching._ranks.fsdp import sharded_roots
 from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.data_parallel import DataParallel, data_parallel_of
+from adaptive_batching._step.run import Outcome
+from adaptive_batching._step.split import Capacity, padded_tokens, split_by_length
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
 

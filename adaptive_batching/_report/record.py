@@ -16,7 +16,6 @@ from typing import Any
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
-from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import (
     RECORD,
@@ -38,6 +37,7 @@ from adaptive_batching._report.summary import (
     table_of_decisions,
     table_of_plan,
 )
+from adaptive_batching._step.fastest import Exploration
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from transformers.trainer_pt_utils import nested_concat
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory import release_cached_memory
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._snapshot import StepState
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching._loop.audit import Audit
-from adaptive_batching._loop.data_parallel import DataParallel
 from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._micro_batches.run import Outcome
-from adaptive_batching._micro_batches.split import Capacity, split_by_length, split_end_to_end
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import StepState
+from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.run import Outcome
+from adaptive_batching._step.split import Capacity, split_by_length, split_end_to_end
 from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,

@@ -12,9 +12,9 @@ from torch.autograd.graph import save_on_cpu
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import little_to_collect, release_cached_memory
-from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._ranks.agree import ALONE
-from tests.micro_batches.test_left_behind import WAYS, Branches
+from adaptive_batching._step.run import run_micro_batches
+from tests.step.test_left_behind import WAYS, Branches
 
 DEVICE = torch.device("cuda", 0)
 

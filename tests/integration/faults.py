@@ -31,7 +31,7 @@ def arm(layer: nn.Module) -> None:
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() == plan.get("without_gradients", False) or _snapshot.rehearsing:
-            return  # what is rehearsed counts for nothing: see tests/loop/test_audit.py for faults there
+            return  # what is rehearsed counts for nothing: see tests/step/test_audit.py for faults there
         plan["calls"] += 1
         plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0 and args[0].shape[0] > plan.get("fits", 0)
         if plan["now"] and plan["where"] == "forward":

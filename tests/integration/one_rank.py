@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching._memory import release_cached_memory
-from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
+from adaptive_batching._step.run import run_micro_batches
 
 SIZES = dict(vocab_size=64, num_layers=4, num_heads=2, num_kv_heads=2, embed_dim=32, max_seq_len=16)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._micro_batches.split import Capacity
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.gradients import gather_gradients

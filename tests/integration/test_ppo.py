@@ -15,7 +15,7 @@ from torch import nn
 from torchtune.models.llama2 import llama2_classifier
 from torchtune.modules import KVCache
 
-from adaptive_batching._micro_batches.split import Capacity
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.train import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan

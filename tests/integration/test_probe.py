@@ -12,8 +12,8 @@ import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.does_not_fit import require_room
+from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.train.growing import what_keeps_global_batch
 from adaptive_batching._values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torchtune.modules import RMSNorm
 
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.faults import CountingModel, disarm, full_model, plan

@@ -34,8 +34,8 @@ from torchtune.training.checkpointing import DistributedCheckpointer
 
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
 from adaptive_batching._memory import CpuMeter, _status
-from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._ranks import agree
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.train import collectives, session, splitting
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock

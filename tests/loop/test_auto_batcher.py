@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching._loop.auto_batcher import AutoBatcher
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._step.split import Capacity
 
 
 class Device:

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep
-from adaptive_batching._loop import data_parallel
 from adaptive_batching._ranks.gradient_sum import GradientSum
+from adaptive_batching._step import data_parallel
 from tests.loop.test_step import Centred, Model, collate, length, loss, texts
 from tests.support.garbage import quicken_collections
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, CorrectedCurve, settle_for_enough
 from adaptive_batching._probe.sizes import NOISE, Measurement, SizesRun, candidate_sizes
+from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._trace.reserved import MAX_STEPS, can_repeat
 
 Peak = Callable[[int], float]

@@ -7,9 +7,9 @@ from typing import Any
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
-from adaptive_batching._micro_batches.fastest import Estimate, Exploration
 from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.record import Report
+from adaptive_batching._step.fastest import Estimate, Exploration
 from tests.support.examples import RESULT
 
 FIRST_VERSION = Path(__file__).parents[1] / "report" / "version_1.jsonl"

@@ -208,7 +208,7 @@ def run_here(names: list[str], inputs: Path, directory: Path) -> None:
 
     A probe does not settle for what is large enough, which depends on the machine's speed.
     """
-    from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+    from adaptive_batching._step.forward_cost import ForwardTimes
 
     for name in names:
         output_dir = directory / re.sub(r"\W+", "_", name)

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.found import settings_of_memory
+from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.train.probing import CacheInputs
 from adaptive_batching._torchtune.train.settings import read_settings
 from adaptive_batching._trace.bits_and_bytes import paged_bytes

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.run import Outcome, run_micro_batches
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.losses import Distillation
 from adaptive_batching._torchtune.stock.objective import StockParts

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.split import Capacity, length_in_chunks
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.split import Capacity, length_in_chunks
 from adaptive_batching._torchtune.stock.host import OptimizersInBackward
 from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.train import splitting

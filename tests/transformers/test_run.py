@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
 from adaptive_batching import ConfigError, IncreaseFunctionError  # noqa: E402
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes  # noqa: E402
+from adaptive_batching._step.forward_cost import ForwardTimes  # noqa: E402
 from adaptive_batching._transformers.refusals import check_trainer  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402

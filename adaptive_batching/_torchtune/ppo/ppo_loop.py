@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from adaptive_batching._device import without_waiting
 from adaptive_batching._memory import release_cached_memory
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.run import Outcome, run_micro_batches
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host

@@ -15,11 +15,11 @@ from omegaconf import DictConfig
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.controller import Accumulation, InParts
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
-from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
 from adaptive_batching._torchtune.stock import checkpoints

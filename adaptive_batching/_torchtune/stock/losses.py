@@ -16,7 +16,7 @@ from torchtune import rlhf
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import quantization
 
-from adaptive_batching._micro_batches.split import length_in_chunks
+from adaptive_batching._step.split import length_in_chunks
 from adaptive_batching._torchtune.stock.data import Sample, is_packed, is_text, repeat_to, stretch
 from adaptive_batching._torchtune.stock.objective import SHORT, Activations, Batch, Counts, Objective, StockParts, Sums
 

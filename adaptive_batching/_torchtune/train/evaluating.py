@@ -19,11 +19,11 @@ from tqdm import tqdm
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
-from adaptive_batching._micro_batches.run import run_micro_batches
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._step.run import run_micro_batches
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
 from adaptive_batching._trace.training import TrainingStep

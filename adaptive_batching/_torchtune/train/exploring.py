@@ -14,11 +14,11 @@ import torch
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.controller import BatchController
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
-from adaptive_batching._micro_batches.forward_cost import ForwardCost
-from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._report.record import Report
+from adaptive_batching._step.fastest import Exploration, NothingRanError, explore
+from adaptive_batching._step.forward_cost import ForwardCost
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.train.gradients import gather_gradients, held_back

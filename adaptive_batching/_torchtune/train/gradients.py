@@ -15,8 +15,8 @@ from torchtune import training, utils
 
 from adaptive_batching._device import without_waiting
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._step.run import Outcome, run_micro_batches
 from adaptive_batching._torchtune.stock.compiling import compiles_each_size
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Batch, Sums

@@ -14,12 +14,12 @@ import torch
 from torchtune import training as stock_training
 from tqdm import tqdm
 
-from adaptive_batching._loop.audit import Audit
 from adaptive_batching._memory import PeakSoFar, memory_meter
-from adaptive_batching._micro_batches.run import Outcome
-from adaptive_batching._micro_batches.split import padded_tokens
 from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._report.summary import columns
+from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.run import Outcome
+from adaptive_batching._step.split import padded_tokens
 from adaptive_batching._torchtune.stock.compiling import compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, MemoryHistory, StockRun, TrainingHooks

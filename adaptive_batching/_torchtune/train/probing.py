@@ -18,8 +18,6 @@ from torchtune import config
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.found import (
@@ -36,6 +34,8 @@ from adaptive_batching._probe.found import (
 )
 from adaptive_batching._probe.sizes import ProbeResult, rounded_down
 from adaptive_batching._report.record import Report
+from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.objective import worst_case_sample

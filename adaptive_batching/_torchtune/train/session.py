@@ -21,10 +21,10 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._growth.controller import Accumulation
 from adaptive_batching._memory import memory_meter
-from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.learning_rate import check_that_beta2_can_follow

@@ -12,20 +12,20 @@ from fractions import Fraction
 import torch
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._micro_batches.forward_cost import ForwardCost
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.retry import Retry
-from adaptive_batching._micro_batches.split import (
+from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._snapshot import StepState
+from adaptive_batching._step.forward_cost import ForwardCost
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.retry import Retry
+from adaptive_batching._step.split import (
     Capacity,
     in_known_sizes,
     padded_tokens,
     split_by_length,
     split_in_order,
 )
-from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._ranks.agree import ALONE
-from adaptive_batching._snapshot import StepState
 from adaptive_batching._torchtune.stock.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host

@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
 from torchtune import modules, training
 
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
-from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._step.batch_dependence import find_batch_dependent_module
+from adaptive_batching._step.run import run_micro_batches
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat
 from adaptive_batching._torchtune.stock.host import Host, OptimizersInBackward

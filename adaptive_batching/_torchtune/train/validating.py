@@ -23,11 +23,11 @@ from tqdm import tqdm
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.increase import reads_val_loss
 from adaptive_batching._memory import release_cached_memory
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.run import Outcome, run_micro_batches
+from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import GroupError, Ranks
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
+from adaptive_batching._step.run import run_micro_batches
 from tests.integration.faults import Wait
 
 ALONE = Ranks(alone=True)

@@ -15,7 +15,7 @@ from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 
 BATCH, LENGTH, WIDTH = 3, 7, 8
 Tensor = torch.Tensor

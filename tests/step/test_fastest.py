@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptive_batching._micro_batches.fastest import NothingRanError, explore
+from adaptive_batching._step.fastest import NothingRanError, explore
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 

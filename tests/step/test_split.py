@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._micro_batches.forward_cost import ForwardCost
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.split import (
+from adaptive_batching._step.forward_cost import ForwardCost
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.split import (
     Capacity,
     Split,
     in_known_sizes,

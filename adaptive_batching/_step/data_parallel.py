@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
@@ -33,6 +32,7 @@ from adaptive_batching._ranks.fsdp import (
     sharded_roots,
 )
 from adaptive_batching._ranks.gradient_sum import GradientSum, copy_from_first, sums_over_ranks
+from adaptive_batching._step.run import Outcome, run_micro_batches
 from adaptive_batching._values import ConfigError
 
 T = TypeVar("T")

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from adaptive_batching._memory import allocator_advice, bytes_in_use
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._shortage import LongerSample, StepStarts, cause_of, read_message
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.run import Outcome
 
 log = logging.getLogger(__name__)
 

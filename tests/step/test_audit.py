@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from adaptive_batching import AdaptiveStep, ConfigError, _snapshot
-from adaptive_batching._loop.audit import Audit
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._snapshot import StepState
+from adaptive_batching._step.audit import Audit
 from tests.loop.test_step import SAMPLES, length, loss, make, mean_times_samples, texts
 
 
