@@ -281,7 +281,7 @@ class StepState:
     """
 
     def __init__(self, owners: Sequence[Any]) -> None:
-        self._owners = owners
+        self.owners = owners
         self._places: set[Place] = set()
         self._modules: list[nn.Module] = []
         self._watches = True
@@ -293,13 +293,13 @@ class StepState:
 
     def save(self) -> None:
         if self._watches:
-            parameters = _parameters_of(self._owners)
+            parameters = _parameters_of(self.owners)
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             # Few that are not may be codebooks, which forwards change; many are weights of LoRA or of a reference.
             left_out = trained if 2 * len(trained) > len(parameters) else parameters
-            self._snapshot = Snapshot(self._owners, elsewhere=left_out, copies="host")
+            self._snapshot = Snapshot(self.owners, elsewhere=left_out, copies="host")
         else:
-            self._snapshot = Snapshot(self._owners, places=self._places, skipped=self._modules)
+            self._snapshot = Snapshot(self.owners, places=self._places, skipped=self._modules)
 
     def put_back(self) -> None:
         self._snapshot.put_back()

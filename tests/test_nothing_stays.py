@@ -97,8 +97,8 @@ def test_measuring_a_loss_and_auditing_it_leave_nothing_behind() -> None:
         run = Run()
         run.step.max_tokens = 4
         if looked_at_before:
-            run.step._retry.parts_add_up = True
-            run.step._audit._next = 10
+            run.step._work._parts_add_up = True
+            run.step._runner._audit._next = 10  # type: ignore[union-attr]
         run.step(SAMPLES)
         return run.state()
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from adaptive_batching._ranks.agree import ALONE
+import torch
+
+from adaptive_batching._snapshot import StepState
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.retry import Retry
-from adaptive_batching._step.run import Outcome, run_micro_batches
+from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.split import Capacity
+from adaptive_batching._step.work import Part, Work
 
 Result = TypeVar("Result")
 
 
-class AutoBatcher(Retry[range]):
+class AutoBatcher(Work[range, Part, Sequence[Any]]):
     """Runs rows whose results do not depend on each other, and returns one result for each.
 
     A part that runs out of memory runs again in two, and those after it are no larger until many have run: no row is
     lost, and none counts twice. One that has fitted before first runs again as it was, and then with an eighth less.
 
-    ``discard`` drops what a part leaves behind that broke off, and really releases its memory. A part has at most
-    ``most`` rows. With ``has_fitted``, the capacity has been seen to fit. ``remedy`` is for a row that does not fit.
+    ``discard`` drops what a part leaves behind that broke off, and releases its memory if no ``device`` is given. A
+    part has at most ``most`` rows. With ``has_fitted``, the capacity has been seen to fit. ``remedy`` is for a row that
+    does not fit. What a forward on ``device`` changes of ``state`` is put back before rows run again.
     """
 
     what = "them"
@@ -30,18 +33,26 @@ class AutoBatcher(Retry[range]):
     def __init__(
         self,
         capacity: Capacity,
-        discard: Callable[[], None],
+        discard: Callable[[], None] = lambda: None,
         *,
         most: int | None = None,
         has_fitted: bool = False,
         recovers: bool = True,
         remedy: str = "allow fewer tokens",
+        device: torch.device | None = None,
+        state: StepState | None = None,
     ) -> None:
-        super().__init__(TokenLimit(), enabled=recovers, largest_that_ran=capacity.tokens if has_fitted else 0)
-        self._capacity = capacity
-        self._discard = discard
-        self._most = most
-        self._remedy = remedy
+        self.device, self.state = device, state
+        self._capacity, self._most = capacity, most
+        self._discard, self._remedy = discard, remedy
+        self._runner = StepRunner(
+            self, TokenLimit(), recovers=recovers, largest_that_ran=capacity.tokens if has_fitted else 0
+        )
+
+    @property
+    def limit(self) -> TokenLimit:
+        """What has run out of memory, and what fits."""
+        return self._runner.limit
 
     def run(self, lengths: Sequence[int], forward: Callable[[range], Sequence[Result]]) -> list[Result]:
         """Return what ``forward`` gives for each row, in their order; ``lengths`` are their tokens, the longest first.
@@ -49,38 +60,43 @@ class AutoBatcher(Retry[range]):
         ``forward`` runs a range of the rows, each padded to the longest of them, and returns a result for each. If
         memory runs out and rows cannot run in smaller parts, raise DoesNotFitError.
         """
-        self._lengths = lengths
+        self._lengths, self._forward = lengths, forward
         results: list[Result] = []
-
-        def attempt(again: bool) -> list[tuple[list[range], Outcome[Sequence[Result]]]]:
-            start, length = len(results), lengths[len(results)]
-            limits = [len(lengths) - start, self._capacity.samples(length), self._most]
-            limits.append(None if self.limit.max_tokens is None else self.limit.max_tokens // length)
-            part = range(start, start + max(min(limit for limit in limits if limit is not None), 1))
-            return [([part], run_micro_batches([partial(forward, part)], ALONE, None, self._discard))]
-
         while len(results) < len(lengths):
-            self.start()
-            [([part], outcome)] = self.run_until_fits(attempt)
-            self.end_step()
-            [found] = outcome.results
-            assert len(found) == len(part), (len(found), part)
+            self._runner.begin()
+            self._runner.add(range(len(results), len(lengths)))
+            [(part, found)] = self._runner.end()
+            assert len(found) == len(part.samples), (len(found), part)
             results += found
         return results
 
-    def size(self, part: range) -> tuple[int, int]:
-        return len(part), len(part) * self._lengths[part.start]
+    def run_once(self, run: Callable[[], Result]) -> Outcome[Result]:
+        """Run something as a whole, and drop what it leaves behind if it runs out of memory."""
+        return self._runner.run_once([run])
 
-    def describe(self, part: range) -> str:
-        return f"{len(part)} row{'s' if len(part) > 1 else ''} of up to {self._lengths[part.start]} tokens"
+    def split(self, groups: Sequence[range], max_tokens: int | None) -> Iterator[list[Part]]:
+        """Yield one part of the rows that are left: as many as fit."""
+        [rows] = groups
+        length = self._lengths[rows.start]
+        limits = [len(rows), self._capacity.samples(length), self._most]
+        limits.append(None if max_tokens is None else max_tokens // length)
+        part = rows[: max(min(limit for limit in limits if limit is not None), 1)]
+        yield [Part(part, len(part) * length)]
 
-    def shorter(self, part: range) -> str:
+    def runs(self, parts: Sequence[Part]) -> list[Callable[[], Sequence[Any]]]:
+        return [partial(self._forward, range(part.samples[0], part.samples[-1] + 1)) for part in parts]
+
+    def forget(self) -> None:
+        self._discard()
+
+    def length(self, sample: int) -> int:
+        return self._lengths[sample]
+
+    def describe(self, part: Part) -> str:
+        return super().describe(part).replace("sample", "row")
+
+    def shorter(self, part: Part) -> str:
         return f"; {self.less_memory()}"
 
     def less_memory(self) -> str:
         return self._remedy
-
-    def why_never(self, part: range) -> str | None:
-        if self._enabled:
-            return None
-        return f"out of memory with {self.describe(part)}; set adaptive_batching.recover_from_oom=True"

@@ -13,28 +13,27 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._loop.loss_work import LossWork, nonzero
 from adaptive_batching._loop.samples import (
-    FORWARD_COST,
     Loss,
     Sample,
-    SampleRetry,
     collated,
     device_of,
     run_forward,
 )
-from adaptive_batching._memory import memory_meter, num_allocation_retries, release_cached_memory
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
-from adaptive_batching._ranks.agree import ALONE, num_collectives
-from adaptive_batching._ranks.fsdp import sharded_roots
+from adaptive_batching._ranks.agree import num_collectives
+from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.audit import Audit
-from adaptive_batching._step.data_parallel import DataParallel, data_parallel_of
-from adaptive_batching._step.run import Outcome
-from adaptive_batching._step.split import Capacity, padded_tokens, split_by_length
+from adaptive_batching._step.data_parallel import data_parallel_of
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
 
@@ -78,7 +77,6 @@ class AdaptiveStep(Generic[Sample]):
         length: Callable[[Sample], int] | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        self.max_tokens = None
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -86,12 +84,12 @@ class AdaptiveStep(Generic[Sample]):
         self._clip_norm = clip_norm
         self._knows_backward = False  # that it divides nothing
         self._knows_ranks_are_alone = False
-        self._parallel = data_parallel_of(model, self._parameters)
-        self._retry = SampleRetry(model, loss, collate, length, self._parallel.ranks)
-        self._audit = Audit[Sample](
-            self._retry.tokens, self._retry.state, [model, loss], self._parameters, self._parallel.ranks,
-            "have loss return a sum and its number, or set max_tokens=None and a smaller batch",
-        )  # fmt: skip
+        self._limit = TokenLimit()
+        self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
+        self._work = LossWork(model, optimizer, loss, collate, length, self._limit, self._parallel)
+        remedy = "have loss return a sum and its number, or set max_tokens=None and a smaller batch"
+        audit = Audit(self._work, self._parallel.ranks, remedy)
+        self._runner = StepRunner(self._work, self._limit, self._parallel, audit=audit)
 
     @property
     def max_tokens(self) -> int | None:
@@ -99,18 +97,18 @@ class AdaptiveStep(Generic[Sample]):
 
         May be set at any time between steps; a ConfigError if it is below 1.
         """
-        return self._max_tokens
+        return self._work.max_tokens
 
     @max_tokens.setter
     def max_tokens(self, value: int | None) -> None:
         if value is not None and (not hasattr(value, "__index__") or value < 1):
             raise ConfigError(f"max_tokens={value!r} must be a whole number of at least 1, or None for no limit")
-        self._max_tokens = None if value is None else operator.index(value)
+        self._work.max_tokens = None if value is None else operator.index(value)
 
     @property
     def num_recoveries(self) -> int:
         """Number of times that samples have had to run again."""
-        return self._retry.limit.num_recoveries
+        return self._limit.num_recoveries
 
     def __call__(
         self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
@@ -158,14 +156,20 @@ class AdaptiveStep(Generic[Sample]):
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
             Exception: Any error of ``loss``, ``collate`` or ``backward``; an error on other ranks repeats it.
         """
-        with self._parallel.without_sync():
+        parallel, runner = self._parallel, self._runner
+        with parallel.without_sync():
             self._check_scale_of(backward)
-            samples, filler = self._begin(samples)
-            total, number, divisor = self._run_parts(samples, filler, backward)
-        total, number = self._parallel.total(total, number)
-        number = _divisor(number)
-        if divisor is not None:
-            self._parallel.sum_gradients(divisor / number.item())
+            samples = self._checked_on_all(samples, backward)
+            end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
+            runner.begin()
+            runner.add(samples)
+            parts, results = zip(*runner.end(), strict=True)
+        total = torch.stack([loss for loss, _ in results]).sum()
+        number = reduce(operator.add, [number for _, number in results])
+        total, number = parallel.total(total, number)
+        number = nonzero(number)
+        if parts[0].divisor is not None:
+            parallel.sum_gradients(parts[0].divisor / number.item())
         return total / number
 
     def _check_scale_of(self, backward: Callable[[torch.Tensor], None]) -> None:
@@ -182,49 +186,6 @@ class AdaptiveStep(Generic[Sample]):
                 f"samples of an optimizer step at once"
             )
         self._knows_backward = True
-
-    def _run_parts(
-        self, samples: list[Sample], filler: Sample, backward: Callable[[torch.Tensor], None]
-    ) -> tuple[torch.Tensor, torch.Tensor, float | None]:
-        """Run forward and backward of all samples, and return the sum of their losses, its number, and the divisor."""
-        self._audit.begin_step()
-        self._retry.start_with(samples)
-        count_retries = partial(num_allocation_retries, device_of(self._model))
-
-        def run(divisor: float | None, part: list[Sample], weight: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-            total, number = self._retry.forward(part)
-            if weight == 0:
-                total, number = 0 * total.nan_to_num(), 0 * number
-            backward(total / (_divisor(number) if divisor is None else divisor))
-            return total.detach(), number
-
-        def run_parts(parts: Sequence[list[Sample]]) -> bool:
-            run_one = partial(run, float(sum(map(len, parts))))
-            return not self._parallel.run([partial(run_one, part) for part in parts], self._discard).failed
-
-        def attempt(again: bool) -> list[tuple[list[list[Sample]], Outcome[tuple[torch.Tensor, torch.Tensor]]]]:
-            parts = self._split(samples)
-            self._audit.look(parts, [filler], run_parts, again=again)
-            run_one = partial(run, self._divisor_of(parts))
-            runs = [partial(run_one, part) for part in parts]
-            fillers = [[filler]] * self._parallel.num_fillers(len(parts))
-            runs += [partial(run_one, part, 0) for part in fillers]
-            return [(parts + fillers, self._parallel.run(runs, self._discard, count_retries))]
-
-        [(parts, outcome)] = self._retry.run_until_fits(attempt)
-        self._retry.end_step()
-        self._audit.end_step()
-        total = torch.stack([loss for loss, _ in outcome.results]).sum()
-        number = reduce(operator.add, [number for _, number in outcome.results])
-        return total, number, self._divisor_of(parts)
-
-    def _divisor_of(self, parts: Sequence[Sequence[Any]]) -> float | None:
-        """Return what losses of parts are divided by; None if there is one, whose number of losses is known.
-
-        It is near the number of losses, so that half precision neither overflows nor vanishes.
-        """
-        ranks = self._parallel.ranks.size
-        return None if len(parts) == ranks == 1 else self._num_samples / ranks
 
     def find_maximum_batch_size(
         self,
@@ -264,14 +225,19 @@ class AdaptiveStep(Generic[Sample]):
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             is_real = model is whole
-            parallel = self._parallel if is_real else DataParallel(ALONE, lambda: parameters_of(model, optimizers))
             of_batch = partial(forward_backward, self._model if is_real else model)
 
             def run(batch: Any) -> None:
-                outcome = parallel.run([partial(of_batch, batch)] * (2 if in_parts else 1), self._discard)
-                if outcome.failed:
-                    raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-                parallel.sum_gradients()
+                runs = [partial(of_batch, batch)] * (2 if in_parts else 1)
+                if is_real:
+                    end_forward(self._parallel.roots)
+                    outcome = self._runner.run_once(runs)
+                    if outcome.failed:
+                        raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+                    self._parallel.sum_gradients()
+                else:
+                    for run_one in runs:
+                        run_one()
                 clip_and_step(model, optimizers, self._clip_norm)
 
             return run
@@ -283,29 +249,29 @@ class AdaptiveStep(Generic[Sample]):
         )  # fmt: skip
         request = ProbeRequest(int(ranks.smallest(upper)), ranks=ranks)
         result = find_largest(step, settings, memory_meter(device), request)
-        self._retry.limit.note(result.batch_size * self._retry.tokens([sample]))
+        self._limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 
-    def _begin(self, samples: Sequence[Sample]) -> tuple[list[Sample], Sample]:
-        """Return the samples of a step, and one that may fill up what this rank runs; any error is one of all ranks."""
+    def _checked_on_all(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:
+        """Tell the work of the samples of a step, and return them; any error is one of all ranks."""
+        ranks, work = self._parallel.ranks, self._work
         checked: list[Sample] = []
-        shortest: list[Sample] = []
+        fillers: list[Sample] = []
 
         def check() -> int:
             checked.extend(self._checked(samples))
-            if self._parallel.fills_up:
-                shortest.extend(sorted(checked, key=lambda sample: self._retry.tokens([sample]))[:1])
+            if ranks.size > 1:
+                fillers.extend(sorted(checked, key=lambda sample: work.tokens([sample]))[:1])
             return len(checked)
 
-        ranks = self._parallel.ranks
         counts = ranks.all_results(check)
-        self._num_samples = sum(counts)
-        if self._num_samples == 0:
+        if sum(counts) == 0:
             raise ConfigError("samples is empty; a step needs at least one")
-        filler = next(iter(shortest or checked), None)
+        filler = next(iter(fillers or checked), None)
         if not all(counts):
-            filler = next(each for each in ranks.gather(filler) if each is not None)
+            filler = next(sample for sample in ranks.gather(filler) if sample is not None)
         assert filler is not None
+        work.see(checked, filler, sum(counts), backward)
         self._check_that_ranks_are_alone(filler)
 
         def forward_backward() -> None:
@@ -313,7 +279,7 @@ class AdaptiveStep(Generic[Sample]):
             run_forward(self._loss, self._model, batch)[0].backward()  # type: ignore[no-untyped-call]
 
         self._parallel.record(forward_backward, device_of(self._model))
-        return checked, filler
+        return checked
 
     def _check_that_ranks_are_alone(self, sample: Sample) -> None:
         """Raise ConfigError if a forward of copies communicates: ranks run their parts at other times. Looks once."""
@@ -341,45 +307,12 @@ class AdaptiveStep(Generic[Sample]):
                 "DataLoader with collate_fn=list yields"
             )
         samples = list(samples)
-        if any(parameter.grad is not None for parameter in self._parameters()):
+        if any(parameter.grad is not None for parameter in self._work.parameters()):
             raise ConfigError(
                 "gradients are left over from before this step and would be lost if it ran out of memory; call "
                 "optimizer.zero_grad() first, and pass all samples of an optimizer step at once"
             )
         return samples
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return parameters_of(self._model, [self._optimizer])
-
-    def _split(self, samples: list[Sample]) -> list[list[Sample]]:
-        """Return ``samples`` in parts that are expected to fit, the longest first."""
-        parts = self._parts(samples)
-        if self._retry.parts_add_up or not self._parallel.ranks.any(len(parts) > 1):
-            return parts
-        module = self._retry.batch_dependent_module()
-        if module is not None:
-            raise ConfigError(
-                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its "
-                "parts do not add up; set max_tokens=None and a smaller batch size"
-            )
-        return parts
-
-    def _parts(self, samples: list[Sample]) -> list[list[Sample]]:
-        limits = [limit for limit in (self.max_tokens, self._retry.limit.max_tokens) if limit is not None]
-        if not limits or len(samples) < 2:
-            return [samples] if samples else []
-        lengths = [self._retry.tokens([sample]) for sample in samples]
-        if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
-            return [samples]
-        # A high cost keeps the number of parts low where the user has not asked for any.
-        forward_cost = limits[0] if self.max_tokens is None else FORWARD_COST
-        split = split_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
-        return [[samples[index] for index in part] for part in split]
-
-    def _discard(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
-        release_cached_memory(device_of(self._model))
 
 
 def clip_and_step(model: nn.Module, optimizers: Sequence[Optimizer], clip_norm: float | None) -> None:
@@ -392,7 +325,3 @@ def clip_and_step(model: nn.Module, optimizers: Sequence[Optimizer], clip_norm: 
     for parameter in parameters:  # those that no optimizer has, too
         parameter.grad = None
     torch.clear_autocast_cache()  # copies of the weights before the step, where the caller's context is still open
-
-
-def _divisor(number: torch.Tensor) -> torch.Tensor:
-    return number + (number == 0)

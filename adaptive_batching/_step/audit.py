@@ -6,52 +6,37 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
-
-from torch import nn
+from typing import Any
 
 from adaptive_batching._evidence import gradient_error
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._snapshot import StepState, rehearsal
+from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._step.work import Work
 from adaptive_batching._values import DRY_RUN, ConfigError
-
-Sample = TypeVar("Sample")
 
 _PARTS = 16  # of a step, of which two samples are chosen
 
-RunParts = Callable[[Sequence[list[Sample]]], bool]
+RunParts = Callable[[Sequence[list[Any]]], bool]
 """Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
 out on any rank."""
 
 
-class Audit(Generic[Sample]):
+class Audit:
     """Compares the gradient of two parts with that of their union, on all ranks together.
 
     It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
     or three samples run, the longest of a part among them, so that it costs a small part of these steps.
 
     Args:
-        tokens: Returns the tokens of a part, with padding.
-        state: Of the step, which is told when to look what a forward changes.
-        owners: What a forward and backward can change; see :class:`~adaptive_batching._snapshot.Snapshot`.
-        parameters: Returns all that have gradients.
+        work: That runs parts; its ``state`` is told when to look what a forward changes.
         ranks: That train together.
-        remedy: What to do if they differ, in words.
+        remedy: What to do if gradients differ, in words.
         every: Steps from one look to the next; None for powers of ten.
     """
 
-    def __init__(
-        self,
-        tokens: Callable[[list[Sample]], int],
-        state: StepState,
-        owners: Sequence[Any],
-        parameters: Callable[[], Sequence[nn.Parameter]],
-        ranks: Ranks,
-        remedy: str,
-        every: int | None = None,
-    ) -> None:
-        self._tokens, self._state, self._owners = tokens, state, owners
-        self._parameters, self._ranks = parameters, ranks
+    def __init__(self, work: Work[Any, Any, Any], ranks: Ranks, remedy: str, every: int | None = None) -> None:
+        assert work.state is not None
+        self._work, self._state, self._ranks = work, work.state, ranks
         self._remedy, self._every = remedy, every
         self._steps, self._next = 0, 1
 
@@ -63,10 +48,10 @@ class Audit(Generic[Sample]):
     def end_step(self) -> None:
         self._steps += 1
 
-    def look(self, parts: Sequence[list[Sample]], fillers: list[Sample], run: RunParts[Sample], *, again: bool) -> None:
+    def look(self, parts: Sequence[list[Any]], run: RunParts, *, again: bool) -> None:
         """Compare if it is due; where samples run ``again``, only if none has been compared yet.
 
-        ``fillers`` run on a rank that has but one part, where others have more.
+        On a rank that has but one part, where others have more, a filler runs.
 
         Raises:
             ConfigError: If gradients of parts do not add up to that of their union.
@@ -75,20 +60,23 @@ class Audit(Generic[Sample]):
         is_due = is_due and DRY_RUN not in os.environ  # where all values are zero
         if not is_due or not self._ranks.any(len(parts) > 1):
             return
-        chosen = self._of_unlike_lengths(parts, fillers)
+        if len(parts) > 1:
+            chosen = _of_unlike_lengths(parts, self._work.tokens)
+        else:
+            chosen = [*self._work.filler().samples], [*self._work.filler().samples]
         if self._ranks.all(chosen is not None):
             assert chosen is not None
             if self.compare(*chosen, run):
                 self._next = 10 * self._next if self._every is None else self._steps + 1 + self._every
 
-    def compare(self, one: list[Sample], other: list[Sample], run: RunParts[Sample]) -> bool:
+    def compare(self, one: list[Any], other: list[Any], run: RunParts) -> bool:
         """Compare two parts, whenever that is, and leave nothing behind; return True if that was possible.
 
         Raises:
             ConfigError: As for :meth:`look`.
         """
-        parameters = self._parameters()
-        with rehearsal(self._owners, parameters[0].device, parameters) as start_over:
+        parameters = self._work.parameters()
+        with rehearsal(self._state.owners, parameters[0].device, parameters) as start_over:
             together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
             found = gradient_error(parameters, together, apart, start_over)
         if not self._ranks.all(found is not None):
@@ -104,18 +92,17 @@ class Audit(Generic[Sample]):
             )
         return True
 
-    def _of_unlike_lengths(
-        self, parts: Sequence[list[Sample]], fillers: list[Sample]
-    ) -> tuple[list[Sample], list[Sample]] | None:
-        """Return a few samples of two parts, which fit together in one, of unlike lengths if possible."""
-        if len(parts) < 2:
-            return fillers, fillers
-        most = max(map(self._tokens, parts))
-        by_length = [sorted(part, key=lambda sample: self._tokens([sample])) for part in parts[:_PARTS]]
-        best, found = -1, None
-        for one, other in itertools.permutations(by_length, 2):
-            for chosen in ((one[-1:], other[:2]), (one[-1:], other[:1])):
-                longest, shortest = (self._tokens([samples[0]]) for samples in chosen)
-                if longest - shortest > best and self._tokens([*chosen[0], *chosen[1]]) <= most:
-                    best, found = longest - shortest, chosen
-        return found
+
+def _of_unlike_lengths(
+    parts: Sequence[list[Any]], tokens: Callable[[list[Any]], int]
+) -> tuple[list[Any], list[Any]] | None:
+    """Return a few samples of two parts, which fit together in one, of unlike lengths if possible."""
+    most = max(map(tokens, parts))
+    by_length = [sorted(part, key=lambda sample: tokens([sample])) for part in parts[:_PARTS]]
+    best, chosen = -1, None
+    for one, other in itertools.permutations(by_length, 2):
+        for pair in ((one[-1:], other[:2]), (one[-1:], other[:1])):
+            longest, shortest = (tokens([samples[0]]) for samples in pair)
+            if longest - shortest > best and tokens([*pair[0], *pair[1]]) <= most:
+                best, chosen = longest - shortest, pair
+    return chosen

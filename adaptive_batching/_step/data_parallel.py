@@ -1,15 +1,13 @@
 """Ranks that train one model together, each with a copy (DDP) or a shard of it (FSDP2), alike to an optimizer step.
 
-No rank waits in vain for one that has run out of memory, or failed: copies communicate only when all ranks know that
-their forwards and backwards have run, and for shards the failing rank issues what the others wait for.
+Copies communicate only when all ranks know that their forwards and backwards have run. What shards communicate is
+learned before, so that a rank that fails can issue what the others wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,28 +22,27 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import (
-    CannotRecoverError,
     MicroBatchCollectives,
     can_drain,
     divides_gradients,
-    end_forward,
     sharded_roots,
 )
 from adaptive_batching._ranks.gradient_sum import GradientSum, copy_from_first, sums_over_ranks
-from adaptive_batching._step.run import Outcome, run_micro_batches
 from adaptive_batching._values import ConfigError
 
 T = TypeVar("T")
 
 
 class DataParallel:
-    """Runs the parts of a step on every rank, and makes their gradients those of all ranks.
+    """Ranks that train one model together, and how what they compute becomes that of all.
 
     Args:
         ranks: That train together.
         parameters: Returns all that have gradients.
         roots: What FSDP2 shards, from the outside; none if every rank has a copy of the model.
         copy: The copy as DDP wraps it; None if the model is called without DDP.
+        collectives: Of the shards, if they are known already.
+        why_alone: Why a rank of a sharded model cannot tell the others that it ran out of memory, in words.
     """
 
     def __init__(
@@ -54,104 +51,47 @@ class DataParallel:
         parameters: Callable[[], Sequence[nn.Parameter]],
         roots: Sequence[nn.Module] = (),
         copy: DistributedDataParallel | None = None,
+        collectives: MicroBatchCollectives | None = None,
+        why_alone: str = "",
     ) -> None:
         self.ranks = ranks
+        self.roots = list(roots)
+        self.collectives = collectives
+        self.why_alone = why_alone
         self._parameters = parameters
-        self._roots = list(roots)
         self._copy = copy
-        self._collectives: MicroBatchCollectives | None = None
         self._sum = GradientSum(ranks, parameters) if ranks.size > 1 and not roots else None
 
     @property
-    def fills_up(self) -> bool:
-        """True if a rank may have to run parts without weight; see :meth:`num_fillers`."""
-        return self.ranks.size > 1
+    def agrees(self) -> bool:
+        """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
+        return self.ranks.size == 1 or self.collectives is not None or self._sum is not None
 
     def without_ddp(self, model: nn.Module) -> nn.Module:
         """Return what DDP wraps, if it is in ``model``, as DDP cannot be copied for a trace."""
         return model if self._copy is None else self._copy.module
 
     def record(self, forward_backward: Callable[[], object], device: torch.device) -> None:
-        """Learn which collectives shards need, from a forward and backward of a few tokens that leaves nothing behind.
+        """Learn which collectives shards need, as :func:`record_collectives` does; only the first call runs anything.
 
-        All ranks call it before they run parts. Only the first call runs anything.
+        Raises:
+            ConfigError: If there are other collectives than FSDP's.
         """
-        if not self._roots or self._collectives is not None:
+        if not self.roots or self.collectives is not None:
             return
-        collectives = MicroBatchCollectives(self._roots)
-        failure: Exception | None = None
-        try:
-            with unchanged_random_state(device), torch.compiler.set_stance("force_eager"):
-                collectives.start()
-                forward_backward()
-                collectives.finish()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        for parameter in self._parameters():
-            parameter.grad = None
-        if failure is not None:
-            raise DoesNotFitError(
-                "out of memory in the first forward and backward, of a few tokens; nothing larger will fit. Use more "
-                "devices, or checkpoint activations"
-            ) from failure
+        collectives = MicroBatchCollectives(self.roots)
+        record_collectives(collectives, forward_backward, self._parameters(), device)
         if collectives.num_others:
             raise ConfigError(
                 f"a forward and backward have {collectives.num_others} collectives that are not FSDP's, for which ranks"
                 " would wait if one ran out of memory; leave out of the loss what gathers or sums over ranks"
             )
-        self._collectives = collectives
+        self.collectives = collectives
 
-    def num_fillers(self, num_parts: int) -> int:
-        """Return how many parts without weight follow those of this rank, so that all ranks run as many as shards need.
-
-        A rank without samples runs one.
-        """
-        wanted = int(self.ranks.largest(num_parts)) if self._roots else 1
-        return max(wanted - num_parts, 0)
-
-    def run(
-        self,
-        parts: Sequence[Callable[[], T]],
-        discard: Callable[[], None],
-        count_retries: Callable[[], int] = lambda: 0,
-    ) -> Outcome[T]:
-        """Run forward and backward of each part, up to the first that runs out of memory on some rank.
-
-        Arguments are those of :func:`run_micro_batches`.
-
-        Raises:
-            Exception: Any other error of a part; an :class:`OtherRankError` repeats it on all other ranks.
-        """
-        if self.ranks.size == 1 and not self._roots:
-            with self.without_sync():
-                return run_micro_batches(parts, ALONE, None, discard, count_retries)
-        end_forward(self._roots)  # of an evaluation, which leaves parameters gathered
-        broken: list[Exception] = []
-        runs = [partial(_noting, part, broken) for part in parts]
+    def prepare_sum(self) -> None:
+        """Allocate what the sum of gradients needs, after the last backward, where memory may still run out."""
         if self._sum is not None:
-            runs[-1] = partial(_and_then, runs[-1], self._sum.prepare, broken)
-        try:
-            with self.without_sync():
-                ranks = self.ranks if self._roots else ALONE
-                outcome = run_micro_batches(runs, ranks, self._collectives, discard, count_retries)
-            if not self._roots:
-                outcome = self._agreed(outcome, discard)
-            if outcome.failed:
-                self.ranks.all_results(partial(_raise_first, broken))
-        except Exception:
-            if broken:  # whatever has happened while the others were told
-                raise broken[0] from None
-            raise
-        return outcome
-
-    def _agreed(self, outcome: Outcome[T], discard: Callable[[], None]) -> Outcome[T]:
-        """Return the outcome with what happened on any rank."""
-        worst = self.ranks.largest(2 if outcome.failed else 1 if outcome.retried else 0)
-        if worst == 2 and not outcome.failed:
-            discard()
-        return replace(outcome, failed=worst == 2, retried=worst == 1)
+            self._sum.prepare()
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -174,16 +114,47 @@ class DataParallel:
         return loss, number
 
     def sum_gradients(self, scale: float = 1.0) -> None:
-        """Make each gradient its sum over ranks times ``scale``, after :meth:`run`; buffers are those of the first."""
+        """Make each gradient its sum over ranks times ``scale``, after all parts; buffers are those of the first."""
         if self._sum is not None:
             self._sum.run(scale)
             if self._copy is not None and self._copy.broadcast_buffers:
                 copy_from_first(self._copy.modules_buffers)
             return
-        factor = scale * (self.ranks.size if self._roots else 1)  # FSDP2 has taken the mean
+        factor = scale * (self.ranks.size if self.roots else 1)  # FSDP2 has taken the mean
         for parameter in self._parameters() if factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+def record_collectives(
+    collectives: MicroBatchCollectives,
+    run: Callable[[], object],
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    less_memory: str = "checkpoint activations",
+) -> None:
+    """Learn what shards communicate, from a run of a few tokens that leaves nothing behind; all ranks call it.
+
+    Raises:
+        DoesNotFitError: If memory runs out; ``less_memory`` is what to do, besides more devices.
+    """
+    failure: Exception | None = None
+    try:
+        with unchanged_random_state(device), torch.compiler.set_stance("force_eager"):
+            collectives.start()
+            run()
+            collectives.finish()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    for parameter in parameters:
+        parameter.grad = None
+    if failure is not None:
+        raise DoesNotFitError(
+            "out of memory in the first forward and backward, of a few tokens; nothing larger will fit. Use more "
+            f"devices, or {less_memory}"
+        ) from failure
 
 
 def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Parameter]]) -> DataParallel:
@@ -240,25 +211,3 @@ def _why_no_copies(
     if copy.static_graph:
         return "DistributedDataParallel communicates by itself with static_graph=True; leave static_graph out"
     return ""
-
-
-def _noting(part: Callable[[], T], broken: list[Exception]) -> T:
-    """Run a part; let an error that is not for lack of memory pass for one, so that the other ranks are told."""
-    try:
-        return part()
-    except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, CannotRecoverError):
-            raise
-        broken.append(error)
-    raise MemoryError("stands for an error that is raised when all ranks know of it")
-
-
-def _and_then(part: Callable[[], T], prepare: Callable[[], None], broken: list[Exception]) -> T:
-    result = part()
-    _noting(prepare, broken)
-    return result
-
-
-def _raise_first(errors: Sequence[Exception]) -> None:
-    if errors:
-        raise errors[0]

@@ -114,7 +114,7 @@ class AdaptiveRun:
     @property
     def num_recoveries(self) -> int:
         """Number of times that samples of a step have had to run again."""
-        return 0 if self.step is None else self.step.retry.limit.num_recoveries
+        return 0 if self.step is None else self.step.limit.num_recoveries
 
     @property
     def max_tokens(self) -> int | None:
@@ -244,7 +244,7 @@ class AdaptiveRun:
         self._look_for_sizes(loader, length)
         self._prepared_for = self._what_to_prepare_for()
         if self.probe is not None and self.step is not None:
-            self.step.retry.limit.note(self.probe.batch_size * (self.longest or 1))
+            self.step.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None and self.step is not None:
             self.step.size = Fixed(self._in_forward)
             self.step.check_that_parts_add_up()

@@ -14,7 +14,6 @@ from transformers.trainer_pt_utils import nested_concat
 
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._snapshot import StepState
 from adaptive_batching._step.split import Capacity
 from adaptive_batching._transformers.handed_out import Sample, replaced
@@ -49,10 +48,9 @@ class EvaluationInParts:
 
         self._trainer = trainer
         self._number_was_asked_for = False
-        self._state = StepState([trainer])
         self._kind: LossKind | None = None  # once it was needed
         self._batcher = AutoBatcher(
-            Capacity.of_tokens(_ANY), self._discard,
+            Capacity.of_tokens(_ANY), device=trainer.args.device, state=StepState([trainer]),
             remedy="set eval_accumulation_steps=1, which moves predictions to the host, or shorten it",
         )  # fmt: skip
 
@@ -78,15 +76,9 @@ class EvaluationInParts:
         parts: list[_Part] = []
 
         def forward(rows: range) -> Sequence[int]:
-            self._state.save()
             numbers = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]
             batch = collated([samples[number] for number in numbers], self._trainer.data_collator)
-            try:
-                parts.append(_Part(numbers, batch, predict(batch)))
-            except Exception:
-                self._state.put_back()
-                raise
-            self._state.end()
+            parts.append(_Part(numbers, batch, predict(batch)))
             return numbers
 
         with self._number_of_all(samples):
@@ -120,9 +112,6 @@ class EvaluationInParts:
 
         with replaced(trainer, _get_num_items_in_batch=known):
             yield
-
-    def _discard(self) -> None:
-        release_cached_memory(self._trainer.args.device)
 
 
 def _mean(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:

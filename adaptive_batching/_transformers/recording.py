@@ -144,7 +144,7 @@ class Recording(TrainerCallback):
         assert self._ran is not None and run.step is not None
         (inputs, loss), self._ran = self._ran, None
         cost, recoveries = self._cost_of(inputs), run.num_recoveries
-        for failed, max_tokens in run.step.retry.take_recovered():
+        for failed, max_tokens in run.step.runner.take_recovered():
             self._soon(partial(report.recovery, epoch=epoch, step=step, failed=failed, max_tokens=max_tokens))
         samples = sum(map(len, inputs.batches)) * run.ranks.size
         arrival = Arrival(loss)

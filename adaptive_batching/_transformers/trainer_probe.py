@@ -89,7 +89,7 @@ def probe(
 
         def make_batch(size: int) -> tuple[Any, int]:
             longest, shortest = extremes
-            last = shortest if size > 1 and step.retry.pads else longest
+            last = shortest if size > 1 and step.pads else longest
             return collated([*[longest] * (size - 1), last], trainer.data_collator), size
 
         traced = TrainingStep(

@@ -20,7 +20,6 @@ from adaptive_batching._out_of_memory import forget_frames
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.stock.data import index_of
-from adaptive_batching._torchtune.train.gradients import discard
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
@@ -165,9 +164,8 @@ class EachAllocationFails:
 
     def _see_gradients(self, loop: TrainingLoop) -> None:
         """Take note of what a step has learned from, when all of it has run."""
-        assert loop._sums is not None
         self.samples += [index_of(sample) for batch in loop._window for sample in batch]
-        self._tokens.add(float(loop._sums.tokens))
+        self._tokens.add(sum(float(sums.tokens) for _, sums in loop._runner.done))
         assert len(self._tokens) == 1, f"samples are lost or counted twice: {self._tokens} tokens"
         if len(self._states) == WARM + 1:
             self.before_update = (control.counters() - self._states[-1].counters).allocations
@@ -179,7 +177,7 @@ class EachAllocationFails:
         run_rollouts, run_rollout = PPOLoop.run, PPOLoop._run_batch
 
         def drop(loop: TrainingLoop) -> None:
-            discard(loop._host)
+            loop._runner._discard()
             loop._start_window()
 
         def batch_of(loop: TrainingLoop, batch: Any, *, ends_window: bool) -> None:
@@ -194,7 +192,7 @@ class EachAllocationFails:
 
         def drop_rollout(loop: PPOLoop) -> None:
             loop._stock.forget()
-            discard(loop._host)
+            loop._runner._discard()
 
         def rollout_of(loop: PPOLoop, *arguments: Any) -> None:
             self.step(lambda: run_rollout(loop, *arguments), lambda: drop_rollout(loop))

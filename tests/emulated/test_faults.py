@@ -108,7 +108,7 @@ def test_so_it_is_in_a_loop_of_ones_own() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters())
     step: AdaptiveStep[torch.Tensor] = AdaptiveStep(model, optimizer, loss, clip_norm=1.0)
-    step._retry.parts_add_up, step._audit._next = True, 10**9  # which no number shows here
+    step._work._parts_add_up, step._runner._audit._next = True, 10**9  # type: ignore[union-attr] # which no number shows here
     samples = [torch.ones(64) for _ in range(8)]
     each = EachAllocationFails()
     with each.watched(), contextlib.suppress(Finished):
@@ -193,9 +193,8 @@ def watched(before: Calls | None = None, before_update: Calls | None = None) -> 
         run_batch(loop, batch, **named)
 
     def finish(loop: TrainingLoop, *arguments: Any) -> None:
-        assert loop._sums is not None
         found.samples += [index_of(sample) for batch in loop._window for sample in batch]
-        found.tokens.append(float(loop._sums.tokens))
+        found.tokens.append(sum(float(sums.tokens) for _, sums in loop._runner.done))
         (before_update or {}).get(loop.global_step, lambda: None)()
         finish_step(loop, *arguments)
 

@@ -13,8 +13,8 @@ from torch.autograd.graph import save_on_cpu
 from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import little_to_collect, release_cached_memory
 from adaptive_batching._ranks.agree import ALONE
-from adaptive_batching._step.run import run_micro_batches
 from tests.step.test_left_behind import WAYS, Branches
+from tests.support.toy_work import run_parts
 
 DEVICE = torch.device("cuda", 0)
 
@@ -43,7 +43,7 @@ def test_nothing_is_left_of_a_forward_or_backward_whichever_of_its_allocations_f
         discard()
         for number in range(num_allocations):
             control.fail_allocations(number)
-            assert run_micro_batches([forward_backward], ALONE, None, discard).failed
+            assert run_parts([forward_backward], ALONE, None, discard).failed
             control.end_faults()
     assert len(left) == 2 + num_allocations > 30
     assert set(left) == {left[0]}
@@ -100,5 +100,5 @@ def test_the_thread_that_drops_a_failed_backward_is_waited_for(place: str) -> No
         release_cached_memory(DEVICE)
         alive.append(Slow.alive)
 
-    assert run_micro_batches([forward_backward], ALONE, None, discard).failed
+    assert run_parts([forward_backward], ALONE, None, discard).failed
     assert alive == [0]

@@ -25,7 +25,7 @@ from torchtune.models.llama2 import llama2
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
-from adaptive_batching._step.run import run_micro_batches
+from tests.support.toy_work import run_parts
 
 SIZES = dict(vocab_size=64, num_layers=4, num_heads=2, num_kv_heads=2, embed_dim=32, max_seq_len=16)
 
@@ -52,7 +52,7 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
 
     def run(batches: torch.Tensor) -> bool:
         parts = [partial(forward_backward, batch) for batch in batches]
-        return not run_micro_batches(parts, Ranks(device), collectives, discard).failed
+        return not run_parts(parts, Ranks(device), collectives, discard).failed
 
     assert run(tokens[0][:1])  # to be recorded
     discard()

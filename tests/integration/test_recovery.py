@@ -259,11 +259,11 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
 
     def finish_and_note(self: TrainingLoop, *arguments: Any) -> None:
         finish_step(self, *arguments)
-        self._splitter._limit.max_tokens = None  # so that the next step runs out of memory as well
-        plan["where"] = ("forward", "backward", "hook")[self._recovery.num_recoveries % 3]
+        self._runner.limit.max_tokens = None  # so that the next step runs out of memory as well
+        plan["where"] = ("forward", "backward", "hook")[self._runner.num_recoveries % 3]
         if self.global_step % 10 == 0:
             meter.release()
-            used.append((self._recovery.num_recoveries, bytes_of_tensors(), meter.used_bytes()))
+            used.append((self._runner.num_recoveries, bytes_of_tensors(), meter.used_bytes()))
 
     monkeypatch.setattr(TrainingLoop, "_finish_step", finish_and_note)
     plan.update(times=10**6, fits=2, where="forward")
@@ -346,7 +346,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
 
     common = [*SGD, COUNTING, "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
-    monkeypatch.setattr("adaptive_batching._torchtune.train.gradients.num_allocation_retries", rising)
+    monkeypatch.setattr("adaptive_batching._torchtune.train.training_work.num_allocation_retries", rising)
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
     CountingModel.shapes.clear()
     shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")

@@ -117,7 +117,7 @@ def failing(faults: Sequence[Fault | None]) -> Iterator[None]:
     def arm(loop: TrainingLoop) -> None:
         collectives.close()
         disarm()
-        limit = loop._recovery.limit
+        limit = loop._runner.limit
         limit.load_state_dict({**TokenLimit().state_dict(), "num_recoveries": limit.num_recoveries})
         fault = dict(faults[loop.global_step] or {}) if loop.global_step < len(faults) else {}
         fails_here = RANK in fault.pop("on", [])
@@ -426,11 +426,11 @@ def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
 
     def limited(*arguments: Any, **named: Any) -> Any:
         limit_memory(extra_mib)
-        return collectives.record_collectives(*arguments, **named)
+        return collectives.collectives_of(*arguments, **named)
 
     probe = [*PROBE, "adaptive_batching.memory_limit=8GiB", "max_steps_per_epoch=4"]
     for name, overrides in {"fixed": ["batch_size=64"], "probed": probe}.items():
-        with mock.patch.object(session, "record_collectives", limited):
+        with mock.patch.object(session, "collectives_of", limited):
             run("full", name, *SGD, *FEW, *overrides)
         resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
         if (run.directory / name / f"error_{RANK}.txt").exists():

@@ -83,7 +83,7 @@ def test_parts_after_one_that_ran_out_of_memory(
     ("recovers", "failed", "message"),
     [
         (True, [4, 2, 1], "out of memory with 1 row of up to 10 tokens, which cannot be split"),
-        (False, [4], r"out of memory with 4 rows .*recover_from_oom=True"),
+        (False, [4], r"out of memory in a forward or backward of 4 rows .*recover_from_oom=True"),
     ],
 )
 def test_what_does_not_fit_ends_the_run(recovers: bool, failed: list[int], message: str) -> None:

@@ -199,7 +199,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
     def forwards_without_room(device: torch.device) -> int:
         return sum(b * s > 220 for b, s in model.forwards)
 
-    monkeypatch.setattr("adaptive_batching._loop.step.num_allocation_retries", forwards_without_room)
+    monkeypatch.setattr("adaptive_batching._step.work.num_allocation_retries", forwards_without_room)
     for _ in range(6):
         torch.testing.assert_close(step(SAMPLES), plain.step(SAMPLES, 0.5))
     assert model.forwards[:3] == [(8, 30)] * 3
@@ -214,7 +214,7 @@ def test_an_allocator_that_starts_over_is_left_alone_where_nothing_can_be_cut(
     samples: list[Text], norm: nn.Module | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, step = make(norm=norm)
-    monkeypatch.setattr("adaptive_batching._loop.step.num_allocation_retries", lambda device: len(model.forwards))
+    monkeypatch.setattr("adaptive_batching._step.work.num_allocation_retries", lambda device: len(model.forwards))
     for _ in range(5):
         step(samples)
     assert len(model.forwards) == 5 and not caplog.records
@@ -479,7 +479,7 @@ def test_mistakes_are_told_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"call optimizer.zero_grad\(\) first"):
         step(SAMPLES)
     model.zero_grad()
-    step._retry._length = lambda sample: 2.5  # type: ignore[assignment, return-value]
+    step._work._length = lambda sample: 2.5  # type: ignore[assignment, return-value]
     with pytest.raises(ConfigError, match=r"length returned 2\.5; it must return the tokens of a sample before padd"):
         step(SAMPLES)
 

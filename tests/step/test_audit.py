@@ -11,6 +11,7 @@ from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._snapshot import StepState
 from adaptive_batching._step.audit import Audit
 from tests.loop.test_step import SAMPLES, length, loss, make, mean_times_samples, texts
+from tests.support.toy_work import ToyWork
 
 
 def alike_at_first(parts: int) -> list[torch.Tensor]:
@@ -74,7 +75,7 @@ def test_memory_that_runs_out_in_an_audit_is_no_matter(place: str, call: int) ->
     for _ in range(2):
         torch.testing.assert_close(step(SAMPLES), clean(SAMPLES))
     assert step.num_recoveries == 0
-    assert step._audit._next == 10
+    assert step._runner._audit._next == 10  # type: ignore[union-attr]
 
 
 def test_an_error_in_an_audit_is_that_of_the_loss_and_leaves_all_as_it_was() -> None:
@@ -95,7 +96,9 @@ def test_an_error_in_an_audit_is_that_of_the_loss_and_leaves_all_as_it_was() -> 
 def test_steps_that_are_split_are_looked_at_now_and_then(every: int | None, expected: Any) -> None:
     looked = []
     parameter = nn.Parameter(torch.zeros(1))
-    audit = Audit[int](len, StepState([]), [], lambda: [parameter], ALONE, "", every)
+    work = ToyWork()
+    work.state, work.trained = StepState([]), [parameter]
+    audit = Audit(work, ALONE, "", every)
 
     def run(parts: Any) -> bool:
         parameter.grad = torch.tensor([float(sum(map(sum, parts)))])
@@ -104,7 +107,7 @@ def test_steps_that_are_split_are_looked_at_now_and_then(every: int | None, expe
 
     for number in range(1, 121):  # noqa: B007 (run reads it)
         audit.begin_step()
-        audit.look([[1, 2], [3]], [0], run, again=False)
+        audit.look([[1] * 8, [2]], run, again=False)
         audit.end_step()
     assert sorted(set(looked)) == list(expected)
 
@@ -115,7 +118,7 @@ def test_a_step_that_is_not_split_is_looked_at_when_it_is() -> None:
         step(SAMPLES)
     step.max_tokens = 64
     step(SAMPLES)
-    assert step._audit._next == 10
+    assert step._runner._audit._next == 10  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("scale", [0.25, 0.0])

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import GroupError, Ranks
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
-from adaptive_batching._step.run import run_micro_batches
 from tests.integration.faults import Wait
+from tests.support.toy_work import run_parts
 
 ALONE = Ranks(alone=True)
 
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_issues_what_is_left_of_the_step(issued: list[int]) ->
     model, collectives = recorded([1, 2, 3])
     issued.clear()
     discarded: list[list[int]] = []
-    outcome = run_micro_batches(
+    outcome = run_parts(
         [lambda: forward(model, [1, 2, 3]), lambda: forward(model, [1], fails=True), lambda: forward(model, [1, 2, 3])],
         ALONE, collectives, lambda: discarded.append(list(issued)),
     )  # fmt: skip
@@ -118,11 +118,11 @@ def test_a_collective_that_fails_is_issued_again_only_if_it_has_not_been_yet(iss
         forward(model, [1])
         model.gather(torch.zeros(26), torch.zeros(13), GROUP)  # instead of 2
 
-    run_micro_batches([fails_within_a_call], ALONE, collectives, lambda: None)
+    run_parts([fails_within_a_call], ALONE, collectives, lambda: None)
     assert issued == [1, 2, 3]
     issued.clear()
     with pytest.raises(CannotRecoverError, match="whether the other ranks got what they wait for is unknown") as error:
-        run_micro_batches([lambda: forward(model, [17])], ALONE, collectives, lambda: None)
+        run_parts([lambda: forward(model, [17])], ALONE, collectives, lambda: None)
     assert issued == [17]
     assert not is_out_of_memory(error.value), "or it would be recovered from"
 
@@ -133,12 +133,12 @@ def test_a_sequence_that_varies_is_never_used_for_draining(
 ) -> None:
     model, collectives = recorded([1, 2, 2, 2, 3])
     if varied_before:
-        assert not run_micro_batches([lambda: forward(model, [1, 2, 3])], ALONE, collectives, lambda: None).failed
+        assert not run_parts([lambda: forward(model, [1, 2, 3])], ALONE, collectives, lambda: None).failed
         assert "forward and backward vary" in caplog.text
     breaks_off = [1, 2] if varied_before else [1, 3]
     issued.clear()
     with pytest.raises(CannotRecoverError, match="what they wait for is unknown") as error:
-        run_micro_batches([lambda: forward(model, breaks_off, fails=True)], ALONE, collectives, lambda: None)
+        run_parts([lambda: forward(model, breaks_off, fails=True)], ALONE, collectives, lambda: None)
     assert issued == breaks_off
     assert not is_out_of_memory(error.value), "or the probe would go on with ranks that are lost"
 

@@ -101,8 +101,8 @@ def retry_loops(tree: ast.Module) -> Iterator[int]:
     """Yield the lines of loops that go on because something has failed."""
     for node in ast.walk(tree):
         if isinstance(node, ast.While):
-            inside = ast.walk(node)
-            yield from [node.lineno] if any(getattr(each, "attr", "") == "failed" for each in inside) else []
+            names = {getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(node)}
+            yield from [node.lineno] if "failed" in names else []
 
 
 def count() -> dict[str, Any]:

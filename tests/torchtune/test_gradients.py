@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torchtune.training import OffloadActivations
 
+from adaptive_batching._step import runner
 from adaptive_batching._torchtune.train import gradients
+from adaptive_batching._torchtune.train.recipe_work import run_once
 from tests.support.hosts import host, next_token
 
 
@@ -31,11 +34,13 @@ def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_i
     del context
     alive_at_release: list[bool] = []
     monkeypatch.setattr(
-        gradients, "release_cached_memory", lambda device: alive_at_release.extend(ref() is not None for ref in held)
+        runner, "release_cached_memory", lambda device: alive_at_release.extend(ref() is not None for ref in held)
     )
     gc.disable()
     try:
-        gradients.discard(host(objective, model=model))
+        here = host(objective, model=model)
+        breaks_off = torch.OutOfMemoryError()
+        assert run_once(here, [mock.Mock(side_effect=breaks_off)]).failed
     finally:
         gc.enable()
     assert not any(alive_at_release) and len(alive_at_release) == len(held)

@@ -10,90 +10,101 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torchtune.generation import _generation
 from torchtune.rlhf import PPOStats, Trajectory
 from tqdm import tqdm
 
 from adaptive_batching._device import without_waiting
-from adaptive_batching._memory import release_cached_memory
-from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.run import Outcome, run_micro_batches
+from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Sums
-from adaptive_batching._torchtune.train.gradients import apply_gradients, gather_gradients
+from adaptive_batching._torchtune.train.gradients import apply_gradients
 from adaptive_batching._torchtune.train.loop import Loop, Training, recorded_memory
-from adaptive_batching._torchtune.train.splitting import MicroBatch, Recovery, Splitter
+from adaptive_batching._torchtune.train.recipe_work import RecipeWork
+from adaptive_batching._torchtune.train.splitting import MicroBatch
+from adaptive_batching._torchtune.train.training_work import TrainingWork
 
 
-class Rollout:
-    """Generates the trajectories of a batch of prompts, in parts that fit, which change no sample that is drawn.
+class RolloutWork(RecipeWork[range, Trajectory]):
+    """Generates the trajectories of a batch of prompts, in parts that change no sample that is drawn.
 
-    A part that runs out of memory runs again in smaller ones; those before it stand. ``limit`` is in padded tokens of a
-    forward, responses included, and lowered then; ``most_rows`` is what a probe has found, None for the config's rows.
+    A part has at most ``most_rows``, which a probe has found; None for the config's rows.
     """
 
     def __init__(
-        self, host: Host, stock: StockPPO, limit: TokenLimit, recovery: Recovery, most_rows: int | None = None
+        self, host: Host, stock: StockPPO, find_batch_dependent_module: Callable[[], str | None], most_rows: int | None
     ) -> None:
-        self._host = host
-        self._stock = stock
-        self._limit = limit
-        self.recovery = recovery
-        self._most_rows = most_rows
+        super().__init__(host, find_batch_dependent_module)
+        self._stock, self._most_rows = stock, most_rows
+
+    def see(self, samples: Sequence[Sample], prompts: torch.Tensor) -> None:
+        """Take note of the batch that rows are of."""
+        stock = self._stock
+        self._samples, self._prompts = samples, prompts
+        self._length = prompts.shape[1] + stock.max_generated_tokens
+        self._chunk = min(stock.rollout_rows, len(prompts))
+        self.draws = RolloutRandomNumbers(
+            stock.rng, len(prompts), self._chunk, stock.max_generated_tokens, stock.vocabulary
+        )
+
+    def split(self, groups: Sequence[range], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
+        """Yield one part of the rows that are left; parts are as even as can be."""
+        [rows] = groups
+        most = self._most_rows or self._chunk
+        if max_tokens is not None:
+            most = max(min(most, max_tokens // self._length), 1)
+        # Within a chunk no draw is made twice.
+        left = (self.draws.end_of_chunk(rows.start) if most <= self._chunk else rows.stop) - rows.start
+        num_parts = -(-left // most)
+        part = rows[: -(-left // num_parts)]
+        self._start = part.start
+        yield [MicroBatch(list(self._samples[part.start : part.stop]), len(part) * self._length)]
+
+    def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Trajectory]]:
+        return [partial(self._generate, self._start, self._start + len(part.samples)) for part in parts]
+
+    def _generate(self, start: int, end: int) -> Trajectory:
+        with self.draws.of(start, end):
+            return self._stock.generate(self._prompts[start:end])
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def forget(self) -> None:
+        self._stock.forget()
+
+
+class Rollout:
+    """The trajectories of a batch of prompts; a part that runs out of memory runs again in smaller ones."""
+
+    def __init__(self, work: RolloutWork, runner: StepRunner[range, MicroBatch, Trajectory]) -> None:
+        self._work, self.runner = work, runner
 
     def run(self, samples: Sequence[Sample], prompts: torch.Tensor) -> Trajectory:
         """Return a trajectory, without attention masks, for each of ``prompts``, [b, s] and padded on the left.
 
         DoesNotFitError if the trajectory of a single prompt does not fit.
         """
-        stock, num_rows = self._stock, len(prompts)
-        length = prompts.shape[1] + stock.max_generated_tokens
-        chunk = min(stock.rollout_rows, num_rows)
-        draws = RolloutRandomNumbers(stock.rng, num_rows, chunk, stock.max_generated_tokens, stock.vocabulary)
-        parts: list[Trajectory] = []
-        start = 0
-
-        def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Trajectory]]]:
-            end = self._end_of(start, draws, num_rows, chunk, length)
-            part = [MicroBatch(list(samples[start:end]), (end - start) * length)]
-
-            def generate() -> Trajectory:
-                with draws.of(start, end):
-                    return stock.generate(prompts[start:end])
-
-            return [(part, run_micro_batches([generate], self._host.ranks, None, self._discard))]
-
-        while start < num_rows:
-            self.recovery.start()
-            [([part], outcome)] = self.recovery.run_until_fits(attempt)
-            self.recovery.state.end()
-            parts += outcome.results
-            start += len(part.samples)
-        draws.finish()
-        self.recovery.end_step()
-        return Trajectory(*map(torch.cat, zip(*parts, strict=True)))
-
-    def _end_of(self, start: int, draws: RolloutRandomNumbers, num_rows: int, chunk: int, length: int) -> int:
-        """Return the row after the last one of the part that begins with ``start``; parts are as even as can be."""
-        most = self._most_rows or chunk
-        if self._limit.max_tokens is not None:
-            most = max(min(most, self._limit.max_tokens // length), 1)
-        # Within a chunk no draw is made twice.
-        left = (draws.end_of_chunk(start) if most <= chunk else num_rows) - start
-        num_parts = -(-left // most)
-        return start + -(-left // num_parts)
-
-    def _discard(self) -> None:
-        self._stock.forget()
-        release_cached_memory(self._host.device)
+        self._work.see(samples, prompts)
+        rows, trajectories = range(len(prompts)), list[Trajectory]()
+        while rows:
+            self.runner.begin()
+            self.runner.add(rows)
+            [(part, trajectory)] = self.runner.keep()
+            trajectories.append(trajectory)
+            rows = rows[len(part.samples) :]
+        self._work.draws.finish()
+        self.runner.end()
+        return Trajectory(*map(torch.cat, zip(*trajectories, strict=True)))
 
 
 class RolloutRandomNumbers:
@@ -175,13 +186,16 @@ class PPOLoop(Loop):
     _hooks: Any  # AdaptivePPO
 
     def __init__(
-        self, training: Training, stock: StockPPO, rollout: Rollout, splitter: Splitter, recovery: Recovery
+        self,
+        training: Training,
+        stock: StockPPO,
+        rollout: Rollout,
+        work: TrainingWork,
+        runner: StepRunner[list[list[Sample]], MicroBatch, Sums],
     ) -> None:
         super().__init__(training)
-        self._stock = stock
-        self._rollout = rollout
-        self._splitter = splitter
-        self._recovery = recovery
+        self._stock, self._rollout = stock, rollout
+        self._work, self._runner = work, runner
 
     def run(self) -> None:
         """Train until the trajectories of the config are used up, and save checkpoints."""
@@ -222,7 +236,7 @@ class PPOLoop(Loop):
         self._hooks.global_step += len(steps)
         self._note_progress(epochs_run=epoch)
         stats = PPOStats(*map(torch.stack, zip(*steps, strict=True)))
-        recoveries = self._rollout.recovery.num_recoveries + self._recovery.num_recoveries
+        recoveries = self._rollout.runner.num_recoveries + self._runner.num_recoveries
         if self.global_step % self._run.log_every == 0:
             added: dict[str, float] = schedule.metrics()
             if schedule.adapts:
@@ -234,7 +248,7 @@ class PPOLoop(Loop):
         if not schedule.adapts and not self._watchers:
             return  # nothing waits for the device
         loss, rate = float(stats.loss.mean()), self._hooks.learning_rate()
-        recovered = [*self._rollout.recovery.take_recovered(), *self._recovery.take_recovered()]
+        recovered = [*self._rollout.runner.take_recovered(), *self._runner.take_recovered()]
         for watcher in self._watchers:
             for failed, max_tokens in recovered:
                 watcher.recovery(epoch=epoch, step=self.global_step, failed=failed, max_tokens=max_tokens)
@@ -264,20 +278,13 @@ class PPOLoop(Loop):
         return stats, all_ran
 
     def _take_step(self, batches: list[list[Sample]]) -> tuple[Sums, list[MicroBatch]]:
-        self._recovery.start()
-        ran = self._recovery.run_until_fits(lambda again: self._gather(batches))
-        sums = reduce(operator.add, [each for _, outcome in ran for each in outcome.results])
-        with self._recovery.fatal():
-            apply_gradients(self._host, sums)
-        self._splitter.read_timings()
-        self._recovery.end_step()
-        return sums, [micro_batch for micro_batches, _ in ran for micro_batch in micro_batches]
-
-    def _gather(self, batches: list[list[Sample]]) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
+        self._runner.begin()
         for batch in batches:
-            micro_batches = self._splitter.split(batch)
-            counts_retries = self._schedule.adapts
-            outcome = gather_gradients(self._host, micro_batches, self._splitter.timed, counts_retries=counts_retries)
-            if outcome.failed:
-                self._splitter.forget_timings()
-            yield micro_batches, outcome
+            self._runner.add([batch])
+        parts, results = zip(*self._runner.done, strict=True)
+        sums = reduce(operator.add, results)
+        with self._work.stepping():
+            apply_gradients(self._host, sums)
+        self._work.splitter.read_timings()
+        self._runner.end()
+        return sums, list(parts)

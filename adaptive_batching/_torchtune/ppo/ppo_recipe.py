@@ -20,7 +20,8 @@ from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout
+from adaptive_batching._step.runner import StepRunner
+from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout, RolloutWork
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
 from adaptive_batching._torchtune.stock import checkpoints
 from adaptive_batching._torchtune.stock.loading import replaced_in
@@ -31,7 +32,6 @@ from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probe
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import check_ppo_settings
-from adaptive_batching._torchtune.train.splitting import Recovery, Splitter
 from adaptive_batching._trace.training import TrainingStep
 
 log = logging.getLogger(__name__)
@@ -235,10 +235,10 @@ class PPOSession(Session):
     def _loop(self, training: Training) -> PPOLoop:
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(self.host, checkpoints_activations=True)
-        recovers = self.settings.recover_from_oom
-        recovery = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, recovers=recovers)
-        rollout = Rollout(of_rollout, self.stock, self._rollout_limit, recovery, self._rollout_rows)
-        return PPOLoop(training, self.stock, rollout, Splitter(self.host, self.split_policy), self._recovery())
+        work = RolloutWork(of_rollout, self.stock, self._batch_dependent, self._rollout_rows)
+        runner = StepRunner(work, self._rollout_limit, recovers=self.settings.recover_from_oom)
+        learning = self._work(training)
+        return PPOLoop(training, self.stock, Rollout(work, runner), learning, self._runner(learning))
 
     def state_dict(self, global_step: int) -> dict[str, Any] | None:
         """Return what a checkpoint holds after ``global_step`` rollouts; None with all fields unset."""

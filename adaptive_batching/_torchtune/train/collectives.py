@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._memory import release_workspaces
-from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
+from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.gradients import forward_backward
 from adaptive_batching._torchtune.train.splitting import remedy
@@ -21,7 +20,7 @@ from adaptive_batching._values import ConfigError
 log = logging.getLogger(__name__)
 
 
-def record_collectives(
+def collectives_of(
     host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
 ) -> tuple[MicroBatchCollectives | None, str]:
     """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
@@ -51,20 +50,8 @@ def record_collectives(
     # Those of a forward and backward of a few tokens, which leaves nothing behind.
     collectives = MicroBatchCollectives(host.models)
     batch = host.objective.smallest_batch(host.loader.dataset)
-    try:
-        with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
-            collectives.start()
-            forward_backward(host, batch)
-            collectives.finish()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DoesNotFitError(
-            "out of memory in the first forward and backward, of a single short sample; nothing larger will fit. Use "
-            f"more devices, or {remedy(host)}"
-        ) from error
-    for parameter in host.model.parameters():
-        parameter.grad = None
+    parameters = list(host.model.parameters())
+    record_collectives(collectives, partial(forward_backward, host, batch), parameters, host.device, remedy(host))
     release_workspaces(host.device)
     return collectives, ""
 

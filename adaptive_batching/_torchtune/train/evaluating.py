@@ -21,8 +21,6 @@ from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
 from adaptive_batching._probe.find import ProbeRequest, find_largest
-from adaptive_batching._ranks.agree import ALONE
-from adaptive_batching._step.run import run_micro_batches
 from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
@@ -180,7 +178,7 @@ class BatchesThatFit:
             return False, []
         if not isinstance(self._batch_size, int):
             return True, run()
-        outcome = run_micro_batches([run], ALONE, None, self._discard)
+        outcome = AutoBatcher(Capacity.of_tokens(1), self._discard).run_once(run)
         if not outcome.failed:
             return True, outcome.results[0]
         if not self.settings.recover_from_oom:

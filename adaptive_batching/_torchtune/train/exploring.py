@@ -21,7 +21,8 @@ from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
-from adaptive_batching._torchtune.train.gradients import gather_gradients, held_back
+from adaptive_batching._torchtune.train.gradients import held_back
+from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter, remedy
 from adaptive_batching._values import ByLength, Fixed, SplitSize
 
@@ -94,6 +95,8 @@ def _explore(host: Host, batch_size: int, batches: int, split_policy: SplitPolic
         if isinstance(size, str):  # by length
             window = [[sample for batch in window for sample in batch]]
         micro_batches = [micro_batch for batch in window for micro_batch in splitter.split(batch)]
+        missing = int(host.ranks.largest(len(micro_batches))) - len(micro_batches)
+        micro_batches += [splitter.filler(window[0]) for _ in range(missing)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
             first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one
             if _seconds(host, splitter, first, meter) is None:
@@ -119,7 +122,7 @@ def _seconds(host: Host, splitter: Splitter, micro_batches: list[MicroBatch], me
     meter.synchronize()
     start = time.perf_counter()
     with held_back(host, is_last=False):
-        failed = gather_gradients(host, micro_batches, splitter.timed).failed
+        failed = run_once(host, runs_of(host, micro_batches, splitter.timed)).failed
     meter.synchronize()
     seconds = time.perf_counter() - start
     for parameter in host.model.parameters():

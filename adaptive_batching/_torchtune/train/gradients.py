@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,13 +11,9 @@ from torch.distributed.tensor import DTensor
 from torchtune import training, utils
 
 from adaptive_batching._device import without_waiting
-from adaptive_batching._memory import num_allocation_retries, release_cached_memory
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._step.run import Outcome, run_micro_batches
-from adaptive_batching._torchtune.stock.compiling import compiles_each_size
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Batch, Sums
-from adaptive_batching._torchtune.train.splitting import MicroBatch
 
 
 def to_device(batch: Batch, device: torch.device) -> None:
@@ -34,17 +27,6 @@ def to_device(batch: Batch, device: torch.device) -> None:
             moved = {key: value}
             utils.batch_to_device(moved, device)
             batch[key] = moved[key]
-
-
-def discard(host: Host) -> None:
-    """Drop what forwards and backwards have left behind, gradients included, and really release its memory.
-
-    Not to be called in an ``except`` block: the traceback holds tensors.
-    """
-    for parameter in host.model.parameters():
-        parameter.grad = None
-    host.objective.forget()
-    release_cached_memory(host.device)
 
 
 def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> Sums:
@@ -62,41 +44,6 @@ def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> S
             loss = loss * (host.ranks.size / divisor)
     loss.backward()  # type: ignore[no-untyped-call]
     return sums
-
-
-def gather_gradients(
-    host: Host,
-    micro_batches: Sequence[MicroBatch],
-    around: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
-    *,
-    counts_retries: bool = True,
-) -> Outcome[Sums]:
-    """Run forward and backward of each micro-batch of this rank, up to the first that runs out of memory on some rank.
-
-    Nothing in between waits for the device: it computes while the next micro-batch is collated. Only the masks of flex
-    attention are made on the device itself, which has to be waited for; so packs are collated before any of them runs.
-
-    Each runs in a context of ``around``. With ``counts_retries`` it is noticed when the allocator frees its cache to
-    find room, which takes time to ask for.
-    """
-    collated: list[Batch] = []
-
-    def run(micro_batch: MicroBatch, *, is_last: bool) -> Sums:
-        if not collated:
-            ahead = micro_batches if compiles_each_size(host.loader.dataset) else [micro_batch]
-            collated.extend(host.objective.collate(each.samples) for each in ahead)
-        batch = collated.pop(0)
-        with around(micro_batch), held_back(host, is_last=is_last):
-            sums = forward_backward(host, batch, micro_batch.weight)
-        if is_last and len(micro_batches) > 1 and host.backward_optimizers is not None:
-            host.backward_optimizers.flush()
-        if micro_batch.num_tokens is None:
-            return sums
-        return replace(sums, tokens=torch.full_like(sums.tokens, micro_batch.num_tokens))
-
-    runs = [partial(run, each, is_last=number == len(micro_batches)) for number, each in enumerate(micro_batches, 1)]
-    count_retries = (lambda: num_allocation_retries(host.device)) if counts_retries else (lambda: 0)
-    return run_micro_batches(runs, host.ranks, host.collectives, partial(discard, host), count_retries)
 
 
 def held_back(host: Host, *, is_last: bool) -> contextlib.AbstractContextManager[None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +19,15 @@ from tqdm import tqdm
 from adaptive_batching._memory import PeakSoFar, memory_meter
 from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._report.summary import columns
-from adaptive_batching._step.audit import Audit
-from adaptive_batching._step.run import Outcome
-from adaptive_batching._step.split import padded_tokens
-from adaptive_batching._torchtune.stock.compiling import compiles_each_size
+from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, MemoryHistory, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.objective import Sums
-from adaptive_batching._torchtune.train.gradients import apply_gradients, gather_gradients, sum_over_ranks
+from adaptive_batching._torchtune.train.gradients import apply_gradients, sum_over_ranks
 from adaptive_batching._torchtune.train.growing import Growth, StockSchedule
 from adaptive_batching._torchtune.train.noise_meter import NoiseMeter
-from adaptive_batching._torchtune.train.splitting import MicroBatch, Recovery, Splitter
+from adaptive_batching._torchtune.train.splitting import MicroBatch
+from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._torchtune.train.validating import Validation
 
 log = logging.getLogger(__name__)
@@ -147,31 +147,20 @@ class Loop(ABC):
 class TrainingLoop(Loop):
     """Trains a model on the sum of its samples' gradients.
 
-    A *window* is the batches of one optimizer step, each run as one micro-batch or several; with ``together`` the
-    samples of all its batches are sorted and split together. Where stock's epoch ends within a window, its gradients
+    A *window* is the batches of one optimizer step, each run as one micro-batch or several; the samples
+    of all its batches may be sorted and split together. Where stock's epoch ends within a window, its gradients
     are carried into the next epoch, as in stock; with adaptive batching on, an epoch ends with its last full window.
     """
 
     def __init__(
         self,
         training: Training,
-        splitter: Splitter,
-        recovery: Recovery,
+        work: TrainingWork,
+        runner: StepRunner[list[list[Sample]], MicroBatch, Sums],
         validation: Validation | None,
-        *,
-        together: bool,
-        audit_every: int | None = None,
     ) -> None:
         super().__init__(training)
-        host, objective = training.host, training.host.objective
-        self._audit = Audit[Sample](
-            lambda part: padded_tokens([objective.size(sample) for sample in part]), recovery.state, host.models,
-            lambda: list(host.model.parameters()), host.ranks,
-            "leave micro_batch_size null and set a smaller batch_size, or take a loss that is a mean over tokens",
-            audit_every,
-        )  # fmt: skip
-        self._splitter, self._recovery, self._validation = splitter, recovery, validation
-        self._together = together
+        self._work, self._runner, self._validation = work, runner, validation
         self._costs: StepCosts | None = None
         self._start_window()
 
@@ -212,8 +201,6 @@ class TrainingLoop(Loop):
     def _start_window(self) -> None:
         self._window: list[list[Sample]] = []
         self._window_start = time.perf_counter()
-        self._sums: Sums | None = None
-        self._ran: list[MicroBatch] = []
 
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
@@ -221,82 +208,28 @@ class TrainingLoop(Loop):
             self._host.objective.begin_step(self.global_step, self._schedule.course.accumulation * len(batch))
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
-            self._audit.begin_step()
-            self._recovery.start()  # last: what has begun stays where samples run again
+            self._runner.begin()  # last: what has begun stays where samples run again
         self._window.append(batch)
-        if ends_window or not self._together:
-            waiting = self._window if self._together else [batch]
-            self._recovery.run_until_fits(lambda again: self._gather(waiting, again=again))
-
-    def _gather(
-        self, batches: list[list[Sample]], *, again: bool
-    ) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
-        """Run forward and backward of each micro-batch of ``batches``, or ``again`` of all in the window."""
-        if again:
-            batches, self._sums, self._ran = self._window, None, []
-        noise = self._noise if self._noise is not None and self._noise.measures else None
-        apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and self._together else 0
-        if apart:
-            splits = self._splitter.split_apart(batches, apart)
-        elif self._together:
-            splits = [self._splitter.split_together(batches)]
-        else:
-            min_parts = 1 if noise is None else noise.min_parts(self._schedule.course.accumulation)
-            splits = [self._splitter.split(batch, min_parts, in_order=noise is not None) for batch in batches]
-        for number, micro_batches in enumerate(splits):
-            if apart and number == 1 and noise is not None:
-                noise.see_part(self._ran)
-            if not micro_batches:  # samples without anything to learn from
-                continue
-            if len(micro_batches) > 1 and not self._host.steps_in_backward:
-                self._compare(micro_batches, again=again)
-            counts_retries = self._schedule.adapts  # it takes time; a run that is as stock is left alone
-            outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
-            if outcome.failed:
-                self._splitter.forget_timings()
-                if noise is not None:
-                    noise.forget()
-            yield micro_batches, outcome
-            self._ran += micro_batches
-            for sums in outcome.results:
-                self._sums = sums if self._sums is None else self._sums + sums
-
-    def _compare(self, micro_batches: Sequence[MicroBatch], *, again: bool) -> None:
-        """Audit a batch that is split, on every rank, if that is due."""
-        host, objective = self._host, self._host.objective
-        if compiles_each_size(host.loader.dataset):  # uncompiled, flex attention holds a whole matrix of scores
-            return
-        parts = [[each for each in part.samples if objective.counts([each]).terms] for part in micro_batches]
-        parts = [part for part, micro_batch in zip(parts, micro_batches, strict=True) if part and micro_batch.weight]
-        filler = objective.filler(micro_batches[0].samples)
-
-        def run(parts: Sequence[list[Sample]]) -> bool:
-            of_parts = self._splitter.of_parts(parts, [filler])
-            return not gather_gradients(host, of_parts, counts_retries=False).failed
-
-        self._audit.look(parts, [filler], run, again=again)
+        if not self._work.together:
+            self._runner.add([batch])
+        elif ends_window:
+            self._runner.add(self._window)
 
     @property
     def _noise(self) -> NoiseMeter | None:
         return self._schedule.noise
 
-    @contextlib.contextmanager
-    def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
-        watch = contextlib.nullcontext() if self._noise is None else self._noise.watch(micro_batch)
-        with self._splitter.timed(micro_batch), watch:
-            yield
-
     def _finish_step(self, epoch: int, progress: Any) -> None:
         host, schedule = self._host, self._schedule
-        assert self._sums is not None
-        # With optimizers in the backward pass they are summed already.
-        sums = self._sums if host.steps_in_backward else sum_over_ranks(self._sums, host.ranks)
-        with self._recovery.fatal():
+        parts, results = zip(*self._runner.done, strict=True)
+        sums = functools.reduce(operator.add, results)
+        if not host.steps_in_backward:  # which sums them before
+            sums = sum_over_ranks(sums, host.ranks)
+        with self._work.stepping():
             see_gradient = (lambda: None) if self._noise is None else self._noise.see_gradient
             grad_norm = apply_gradients(host, sums, see_gradient)
-        self._splitter.read_timings()
-        self._recovery.end_step()
-        self._audit.end_step()
+        self._work.splitter.read_timings()
+        self._runner.end()
         shown = schedule.take_step(sums.tokens)
         if shown is not None and self._noise is not None:
             for watcher in self._watchers:
@@ -308,15 +241,15 @@ class TrainingLoop(Loop):
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         samples = [sample for batch in self._window for sample in batch]
-        cost = None if self._costs is None else self._costs.of(samples, self._ran, seconds)
+        cost = None if self._costs is None else self._costs.of(samples, parts, seconds)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
         size = len(self._window[-1]) if schedule.adapts else None
-        progress.set_postfix_str(columns(size, cost, self._recovery.num_recoveries))
+        progress.set_postfix_str(columns(size, cost, self._runner.num_recoveries))
         if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
-        recoveries = self._recovery.num_recoveries
-        recovered = self._recovery.take_recovered()
+        recoveries = self._runner.num_recoveries
+        recovered = self._runner.take_recovered()
         for watcher in self._watchers:
             for failed, max_tokens in recovered:
                 watcher.recovery(epoch=epoch, step=self.global_step, failed=failed, max_tokens=max_tokens)
@@ -326,7 +259,7 @@ class TrainingLoop(Loop):
             watcher.step(epoch, self.global_step, seen, float(loss), float(self._hooks.learning_rate()), recoveries)
         if self._validation is not None and self._validation.is_due(self.global_step):
             self._validate(epoch, self._validation)
-        if schedule.adapts and self._record_step(float(loss), seconds, self._ran):
+        if schedule.adapts and self._record_step(float(loss), seconds, parts):
             progress.total = schedule.course.steps_per_epoch
         self._start_window()
 
@@ -354,8 +287,8 @@ class TrainingLoop(Loop):
         if grad_norm is not None and (host.logs_norm or self._schedule.adapts):
             metrics["grad_norm"] = grad_norm
         metrics.update(self._schedule.metrics())
-        if self._schedule.adapts or self._recovery.num_recoveries > 0:  # else as in stock
-            metrics["oom_retries"] = self._recovery.num_recoveries
+        if self._schedule.adapts or self._runner.num_recoveries > 0:  # else as in stock
+            metrics["oom_retries"] = self._runner.num_recoveries
         self._hooks.log_metrics(metrics, self.global_step)
 
 

@@ -24,17 +24,22 @@ from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
+from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.learning_rate import check_that_beta2_can_follow
-from adaptive_batching._torchtune.train.collectives import record_collectives
+from adaptive_batching._torchtune.stock.objective import Sums
+from adaptive_batching._torchtune.train.collectives import collectives_of
 from adaptive_batching._torchtune.train.exploring import settle_micro_batch_size
 from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSchedule, accumulation_of, make_controller
 from adaptive_batching._torchtune.train.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probed, find_maximum
-from adaptive_batching._torchtune.train.splitting import Recovery, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.recipe_work import parallel_of
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
+from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._torchtune.train.validating import HeldOut, Validation
 from adaptive_batching._values import ByLength, ConfigError, Explore, Whole
 
@@ -78,7 +83,7 @@ class Session:
             host.objective.leave_stock()
             host.objective.equalize_collectives()
         if host.ranks.size > 1:
-            collectives, why_not = record_collectives(host, settings, measures_noise=cache_inputs.measures_noise)
+            collectives, why_not = collectives_of(host, settings, measures_noise=cache_inputs.measures_noise)
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
         if settings.memory_limit is not None and host.recovers_together:
             with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
@@ -144,23 +149,31 @@ class Session:
         return StockSchedule(self.host, self.run)
 
     def _loop(self, training: Training) -> Loop:
-        learns = self.growth is not None and not self.growth.course.controller.decides_early
-        splitter, validation = Splitter(self.host, self.split_policy, learns=learns), None
+        validation = None
         if self.held_out is not None:
             probed = self._probed if self.settings.use_maximum_batch_size else None
             recovers = self.settings.recover_from_oom
             validation = Validation(
                 self.host, self.held_out, self.run, self._validation_limit, probed, recovers=recovers
             )
-        together = isinstance(self.split_policy.size, ByLength)
-        return TrainingLoop(
-            training, splitter, self._recovery(), validation, together=together, audit_every=self.settings.audit_every
-        )
+        work = self._work(training, together=isinstance(self.split_policy.size, ByLength))
+        # Uncompiled, flex attention holds a whole matrix of scores; what has stepped in its backward cannot run again.
+        is_audited = not compiling.compiles_each_size(self.host.loader.dataset) and not self.host.steps_in_backward
+        remedy = "leave micro_batch_size null and set a smaller batch_size, or take a loss that is a mean over tokens"
+        audit = Audit(work, self.host.ranks, remedy, self.settings.audit_every) if is_audited else None
+        return TrainingLoop(training, work, self._runner(work, audit), validation)
 
-    def _recovery(self) -> Recovery:
-        recovers, tokens = self.settings.recover_from_oom, 0 if self._probed is None else self._probed.tokens
-        limit, find = self.split_policy.limit, self._batch_dependent
-        return Recovery(self.host, limit, find, recovers=recovers, probed_tokens=tokens)
+    def _work(self, training: Training, *, together: bool = False) -> TrainingWork:
+        learns = self.growth is not None and not self.growth.course.controller.decides_early
+        splitter = Splitter(self.host, self.split_policy, learns=learns)
+        return TrainingWork(self.host, splitter, training.schedule, self._batch_dependent, together=together)
+
+    def _runner(self, work: TrainingWork, audit: Audit | None = None) -> StepRunner[Any, MicroBatch, Sums]:
+        return StepRunner(
+            work, self.split_policy.limit, parallel_of(self.host), audit=audit,
+            recovers=self.settings.recover_from_oom,
+            largest_that_ran=0 if self._probed is None else self._probed.tokens,
+        )  # fmt: skip
 
     def finish(self) -> None:
         if self.report is not None:

@@ -17,7 +17,6 @@ from torchtune import modules, training
 from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module
-from adaptive_batching._step.run import run_micro_batches
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat
 from adaptive_batching._torchtune.stock.host import Host, OptimizersInBackward
@@ -25,7 +24,7 @@ from adaptive_batching._torchtune.stock.losses import keeps_scales
 from adaptive_batching._torchtune.stock.objective import Batch, Sums
 from adaptive_batching._torchtune.stock.stand_ins import run_without_values
 from adaptive_batching._torchtune.train.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
-from adaptive_batching._torchtune.train.gradients import discard as drop_step
+from adaptive_batching._torchtune.train.recipe_work import run_once
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
@@ -72,7 +71,7 @@ def training_step(
             if accumulates and not runs_both:
                 _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
             forwards = [partial(run_one, batch, is_last=last) for last in ([False, True] if runs_both else [True])]
-            outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
+            outcome = run_once(target, forwards)
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
             apply_gradients(target, sum_over_ranks(sum(outcome.results[1:], outcome.results[0]), target.ranks))

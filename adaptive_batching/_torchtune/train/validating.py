@@ -11,7 +11,7 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.increase import reads_val_loss
-from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
+from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.run import Outcome, run_micro_batches
+from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.host import Host, StockRun
@@ -34,8 +34,9 @@ from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.train.gradients import to_device
 from adaptive_batching._torchtune.train.growing import Increase
 from adaptive_batching._torchtune.train.probing import Probed
+from adaptive_batching._torchtune.train.recipe_work import RecipeWork, parallel_of
 from adaptive_batching._torchtune.train.settings import ValidationSettings
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter, ValidationRecovery
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter, remedy
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
 
@@ -96,6 +97,47 @@ def check_validation(settings: ValidationSettings | None, increase: Increase, re
         )
 
 
+class ValidationWork(RecipeWork[list[Sample], Sums]):
+    """Forwards of samples that are held out, each weighted by its targets."""
+
+    what = "samples of dataset_val"
+    dataset = "dataset_val"
+    batch_key = "batch_size_val"
+
+    def __init__(self, host: Host, splitter: Splitter, filler: Sample) -> None:
+        super().__init__(host, functools.cache(partial(batch_dependent_module, host)))  # in evaluation mode
+        self._splitter, self._filler = splitter, filler
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []  # gradients are training's
+
+    def split(self, groups: Sequence[list[Sample]], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
+        """Yield micro-batches that weigh as much as they have targets."""
+        [samples] = groups
+        longest_first = sorted(samples, key=self._host.objective.size, reverse=True)
+        parts = []
+        for part in self._splitter.split(longest_first or [self._filler]):
+            terms = self._host.objective.counts(part.samples).terms if samples else 0
+            if terms == 0:  # whose mean would be 0/0
+                part = self.filler()
+            parts.append(replace(part, weight=float(terms), num_tokens=terms))
+        yield parts
+
+    def filler(self) -> MicroBatch:
+        return MicroBatch([self._filler], self._host.objective.size(self._filler), weight=0.0, num_tokens=0)
+
+    def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
+        return [partial(self._forward, part) for part in parts]
+
+    def _forward(self, part: MicroBatch) -> Sums:
+        objective = self._host.objective
+        batch = objective.collate(part.samples)
+        to_device(batch, self._host.device)
+        _, sums = objective.loss(self._host.model, batch, part.weight)
+        end_forward(self._host.models)
+        return replace(sums, tokens=torch.full_like(sums.tokens, part.num_tokens or 0))
+
+
 class Validation:
     """Computes the loss of a model on a data set that is held out.
 
@@ -122,7 +164,6 @@ class Validation:
         self._indices = range(first, len(self._loader.dataset), self._replicas)
         with unchanged_random_state(host.device):
             sample = self._loader.dataset[0]
-        self._filler = self._objective.filler([sample])
         most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
         split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
@@ -130,12 +171,12 @@ class Validation:
             # A forward alone takes less memory than a training step, so that it needs no probe of its own.
             split_policy.size, split_policy.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
             tokens = split_policy.capacity.tokens
-        self._splitter = Splitter(host, split_policy)
-        find = functools.cache(partial(batch_dependent_module, host))  # in the model in evaluation mode
-        self._recovery = ValidationRecovery(host, limit, find, recovers=recovers, probed_tokens=tokens)
         self._logs_peak_memory = run.logs_peak_memory
         self._peaks: dict[str, float] = {}
-        self._collectives = self._record_forward()
+        self._runner = StepRunner(
+            ValidationWork(host, Splitter(host, split_policy), self._objective.filler([sample])), limit,
+            parallel_of(host, self._record_forward()), recovers=recovers, largest_that_ran=tokens,
+        )  # fmt: skip
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
@@ -172,52 +213,24 @@ class Validation:
         return functools.reduce(operator.add, self._host.ranks.gather(sums))
 
     def _run_window(self, indices: Sequence[int]) -> Sums:
-        samples = self._loader.load(indices)
-        self._recovery.start()
-
-        def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
-            micro_batches = self._split(samples)
-            forwards = [partial(self._forward, each) for each in micro_batches]
-            return [(micro_batches, run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard))]
-
-        [(_, outcome)] = self._recovery.run_until_fits(attempt)
-        self._recovery.state.end()
-        on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
+        self._runner.begin()
+        self._runner.add(self._loader.load(indices))
+        on_host = [sums.map(lambda value: value.cpu().double()) for _, sums in self._runner.keep()]
         return functools.reduce(operator.add, on_host)
-
-    def _split(self, samples: list[Sample]) -> list[MicroBatch]:
-        """Return as many micro-batches as every other rank, which weigh as much as they have targets."""
-        longest_first = sorted(samples, key=self._objective.size, reverse=True)
-        weighted = []
-        for each in self._splitter.split(longest_first or [self._filler]):
-            terms = 0 if each.is_filler or not samples else self._objective.counts(each.samples).terms
-            if terms == 0:  # whose mean would be 0/0
-                each = MicroBatch([self._filler], self._objective.size(self._filler))
-            weighted.append(replace(each, weight=float(terms), num_tokens=terms))
-        return weighted
-
-    def _forward(self, micro_batch: MicroBatch) -> Sums:
-        batch = self._objective.collate(micro_batch.samples)
-        to_device(batch, self._host.device)
-        _, sums = self._objective.loss(self._host.model, batch, micro_batch.weight)
-        end_forward(self._models)
-        return replace(sums, tokens=torch.full_like(sums.tokens, micro_batch.num_tokens or 0))
-
-    def _discard(self) -> None:
-        self._objective.forget()
-        release_cached_memory(self._host.device)
 
     def _record_forward(self) -> MicroBatchCollectives | None:
         """Record what a forward of a sharded model issues, so that a rank can issue it for the others."""
         if self._host.collectives is None:
             return None
         collectives = self._host.collectives.of_forwards()
-        with unchanged_random_state(self._host.device), torch.compiler.set_stance("force_eager"), torch.no_grad():
+
+        def forward() -> None:
             batch = self._objective.smallest_batch(self._loader.dataset)
             to_device(batch, self._host.device)
-            collectives.start()
-            self._objective.loss(self._host.model, batch, 1.0)
-            collectives.finish()
+            with torch.no_grad():
+                self._objective.loss(self._host.model, batch, 1.0)
+
+        record_collectives(collectives, forward, [], self._host.device, remedy(self._host))
         end_forward(self._models)
         return collectives
 

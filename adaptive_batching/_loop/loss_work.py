@@ -1,0 +1,195 @@
+"""What :class:`~adaptive_batching._loop.step.AdaptiveStep` computes: a loss that is a sum, and its number."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching._evidence import in_groups, losses_of_groups
+from adaptive_batching._loop.samples import (
+    FORWARD_COST,
+    Loss,
+    Sample,
+    SampleWork,
+    collated,
+    device_of,
+    run_forward,
+)
+from adaptive_batching._probe.trial import parameters_of
+from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
+from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
+from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.split import Capacity, padded_tokens, split_by_length
+from adaptive_batching._step.work import Part
+from adaptive_batching._values import DRY_RUN, ConfigError
+
+_FEW = 32  # samples of which some show what computes over the batch
+
+Backward = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class LossPart(Part):
+    """Samples of one forward and backward, whose sum of losses is divided by ``divisor``."""
+
+    divisor: float | None = None
+    """Near the number of losses, so that half precision neither overflows nor vanishes; None for that number itself."""
+
+
+class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, torch.Tensor]]):
+    """Runs samples by a function that returns the sum of their losses and its number; see ``AdaptiveStep``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        collate: Callable[[list[Sample]], Any],
+        length: Callable[[Sample], int] | None,
+        limit: TokenLimit,
+        parallel: DataParallel,
+    ) -> None:
+        super().__init__(device_of(model), collate, length, [model, loss])
+        self.max_tokens: int | None = None
+        """Padded tokens that a part holds at most, as the user has set it."""
+
+        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._limit, self._parallel = limit, parallel
+        self._parts_add_up = False  # True if this is known, on all ranks
+
+    def see(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
+        """Take note of the samples of a step on this rank, one that may fill up, and the number on all ranks."""
+        self.samples, self._filler, self._backward = samples, filler, backward
+        self._num_samples = num_samples
+
+    def split(self, groups: Sequence[list[Sample]], max_tokens: int | None) -> Iterator[list[LossPart]]:
+        [samples] = groups
+        parts = self._lists(samples, max_tokens)
+        is_split = not self._parts_add_up and self._parallel.ranks.any(len(parts) > 1)
+        if is_split and (module := self.batch_dependent_module()) is not None:
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its parts "
+                "do not add up; set max_tokens=None and a smaller batch size"
+            )
+        yield [self._part(part, self.divisor(len(parts))) for part in parts]
+
+    def _lists(self, samples: list[Sample], max_tokens: int | None) -> list[list[Sample]]:
+        """Return ``samples`` in lists that are expected to fit, the longest first."""
+        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
+        if not limits or len(samples) < 2:
+            return [samples] if samples else []
+        lengths = [self.tokens([sample]) for sample in samples]
+        if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
+            return [samples]
+        # A high cost keeps the number of parts low where the user has not asked for any.
+        forward_cost = limits[0] if self.max_tokens is None else FORWARD_COST
+        split = split_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
+        return [[samples[index] for index in part] for part in split]
+
+    def divisor(self, num_parts: int) -> float | None:
+        """Return what the losses of so many parts are divided by, on their way to the gradient."""
+        ranks = self._parallel.ranks.size
+        return None if num_parts == ranks == 1 else self._num_samples / ranks
+
+    def _part(self, samples: list[Sample], divisor: float | None, weight: float | None = None) -> LossPart:
+        return LossPart(samples, self.tokens(samples), weight, divisor)
+
+    def filler(self) -> LossPart:
+        return self._part([self._filler], self._num_samples / self._parallel.ranks.size, weight=0)
+
+    def as_batch(self, lists: Sequence[list[Sample]]) -> list[LossPart]:
+        return [self._part(samples, float(sum(map(len, lists)))) for samples in lists]
+
+    def runs(self, parts: Sequence[LossPart]) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+        return [partial(self._run, part) for part in parts]
+
+    def _run(self, part: LossPart) -> tuple[torch.Tensor, torch.Tensor]:
+        total, number = self.forward(part.samples)
+        if part.is_filler:
+            total, number = 0 * total.nan_to_num(), 0 * number
+        self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
+        return total.detach(), number
+
+    def forward(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of ``samples``, with its graph, and their number."""
+        return run_forward(self._loss, self._model, collated(samples, self.collate))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self._model, [self._optimizer])
+
+    def batch_dependent_module(self) -> str | None:
+        """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
+        if self._parts_add_up or DRY_RUN in os.environ:  # where all values are zero
+            return None
+        # Short samples show a dependence best. They are the same on every rank, as shards need the same forwards.
+        few = sorted(self.samples, key=lambda sample: self.tokens([sample]))[:_FEW]
+        few = max(self._parallel.ranks.gather(few), key=len)
+        if len(few) < 2:
+            return None
+        found = self._first_found(partial(self._what_does_not_add_up, few))
+        self._parts_add_up = found is None
+        return found
+
+    def _what_does_not_add_up(self, few: list[Sample]) -> str | None:
+        """Run groups of a few samples, and their union, and name what makes the difference."""
+        if (module := find_batch_norm(self._model)) is not None:  # which may refuse a batch of one
+            return module
+        most = 7
+        while most > 2 and self._limit.max_tokens is not None and self.tokens(few[:most]) > self._limit.max_tokens:
+            most -= 1
+        groups = in_groups(few, lambda sample: self.tokens([sample]), most=most)
+        parameters = list(self._model.parameters())
+        with rehearsal([self._model, self._loss], device_of(self._model)) as start_over:
+            losses = losses_of_groups(groups, self._values_of, parameters, start_over, device_of(self._model))
+            if losses.add_up and losses.change <= losses.rounding:
+                return None
+            if losses.are_drawn:  # what still draws, such as a recurrent layer, has to be without it
+                self._model.eval()
+                if losses_of_groups(groups, self._values_of, parameters, start_over, device_of(self._model)).add_up:
+                    return None
+        first, one, *others = sorted(few[:3], key=lambda sample: self.tokens([sample]), reverse=True)
+        other = others[0] if others else first
+        # The longest comes first in both batches, which have one shape.
+        batches = [collated([first, second, second], self.collate) for second in (one, other)]
+        forward = partial(run_forward, self._loss, self._model)
+        module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
+        if module is not None:
+            return module
+        if losses.add_up:
+            return f"loss, which is another in a second forward of the same samples (by {100 * losses.change:.2g} %),"
+        parts, whole = losses.runs[0]
+        in_words = "({:g}, {:g}) for samples in groups, and ({:g}, {:g}) for all of them together"
+        drawn = " and draws random numbers of its own" if losses.are_drawn else ""
+        return f"loss, which is {in_words.format(*map(math.fsum, zip(*parts, strict=True)), *whole)}{drawn},"
+
+    def _values_of(self, part: list[Sample]) -> tuple[float, float]:
+        """Return the sum of the losses of ``part`` and their number, the same on ranks that share its forward."""
+        total, number = self.forward(part)
+        values = float(total), float(number)
+        shares = self._parallel.ranks.size > 1 and sharded_roots(self._model)
+        return self._parallel.ranks.gather(values)[0] if shares else values
+
+    def _first_found(self, find: Callable[[], str | None]) -> str | None:
+        """Return what ``find`` has found on the first rank where it found something."""
+        roots = sharded_roots(self._model)
+        if roots:  # a rank that fails leaves the others within a forward: to tell them, it has to end
+            found = self._parallel.ranks.gather(find())
+            end_forward(roots)
+        else:
+            found = self._parallel.ranks.all_results(find)
+        return next((each for each in found if each is not None), None)
+
+
+def nonzero(number: torch.Tensor) -> torch.Tensor:
+    """Return ``number``, and 1 for 0."""
+    return number + (number == 0)

@@ -1,0 +1,414 @@
+"""How a step runs, fails and runs again, on one rank and on many: the only place where samples run again."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from adaptive_batching._device import RandomState
+from adaptive_batching._memory import allocator_advice, bytes_in_use, release_cached_memory
+from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
+from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
+from adaptive_batching._shortage import LongerSample, StepStarts, cause_of, read_message
+from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.work import P, R, Samples, Work
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
+# training crawl.
+_RETRIES_IN_ROW_TO_SHRINK = 3
+_RECOVERIES_IN_ROW_TO_WARN = 3
+_MOST_TOLD = 100  # recoveries that are kept for the record
+
+NOTHING_LARGER = "out of memory, even in a forward of a few tokens; nothing larger will fit. To use less memory"
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """The outcome of running parts; ``failed`` and ``retried`` are the same on all ranks."""
+
+    results: list[T]  # of the parts that ran on this rank
+    failed: bool  # any rank ran out of memory
+    retried: bool = False  # an allocator had to empty its cache to find room
+    failed_here: int | None = None  # number of the part that ran out of memory on this rank, from 0
+    error: Exception | None = None  # of that part, without tracebacks, which would keep its tensors alive
+
+
+class StepRunner(Generic[Samples, P, R]):
+    """Runs the samples of a step in parts, and if one runs out of memory, all of them again, alike on every rank.
+
+    A step is :meth:`begin`, :meth:`add` for each of its batches, and :meth:`end`; what stands alone, such as a window
+    of a validation, ends with :meth:`keep`. No sample is lost and none counts twice: what a failed attempt has left in
+    gradients is dropped, and random numbers and all that forwards change are put back.
+
+    If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
+    samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half. Where
+    the allocator has had to empty its cache to find room in several steps in a row, later ones run with an eighth less;
+    a step that runs again as it was counts as one of these.
+
+    Args:
+        work: The host's computation.
+        limit: Knows what has run, before a resume as well, and what has failed.
+        parallel: Ranks that run their parts together.
+        audit: Compares parts with their union now and then; None for what has no gradient.
+        recovers: False to let nothing run again, and to say what would.
+        largest_that_ran: Padded tokens of the largest forward that a probe has seen to fit.
+    """
+
+    def __init__(
+        self,
+        work: Work[Samples, P, R],
+        limit: TokenLimit,
+        parallel: DataParallel | None = None,
+        *,
+        audit: Audit | None = None,
+        recovers: bool = True,
+        largest_that_ran: int = 0,
+    ) -> None:
+        limit.note(largest_that_ran)
+        self.limit = limit
+        self.done: list[tuple[P, R]] = []
+        """What has run since :meth:`begin`, and its results."""
+
+        self._work = work
+        self._parallel = DataParallel(ALONE, work.parameters) if parallel is None else parallel
+        self._audit = audit
+        self._recovers = recovers
+        self._groups: list[Samples] = []  # of the step so far
+        self._failures = 0  # how often they have run out of memory
+        self._random_state: RandomState | None = None
+        self._unit = ""
+        self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_TOLD)
+        self._shrank = self._retried = False
+        self._tokens_retried = 0
+        self._retried_in_row = self._recovered_in_row = 0
+        self._warned = False
+        self._starts = StepStarts()
+        self._most_tokens_that_ran = 0  # of a single sample
+
+    @property
+    def num_recoveries(self) -> int:
+        """Number of times that samples have had to run again."""
+        return self.limit.num_recoveries
+
+    def take_recovered(self) -> list[tuple[str, int | None]]:
+        """Return what has run out of memory since the last call, in words, each with the limit after it."""
+        recovered = [*self._recovered]
+        self._recovered.clear()
+        return recovered
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._parallel.ranks if self._parallel.agrees else ALONE  # no rank can be told of a failure
+
+    # The main path
+
+    def begin(self) -> None:
+        """Begin a step, or what can run again by itself."""
+        work = self._work
+        self._groups, self.done, self._failures = [], [], 0
+        work.begin()
+        if self._audit is not None:
+            self._audit.begin_step()
+        if work.device is not None:
+            self._starts.note(bytes_in_use(work.device))
+        if self._recovers and work.state is not None:
+            assert work.device is not None
+            self._random_state = RandomState(work.device)
+            work.state.save()  # last: what has begun stays where samples run again
+
+    def add(self, samples: Samples) -> None:
+        """Run more samples of the step; if memory runs out, all since :meth:`begin` run again in parts that fit.
+
+        Raises:
+            DoesNotFitError: If smaller parts are no way out.
+            ConfigError: If parts do not add up to their union.
+            Exception: Any other error of a part; an :class:`OtherRankError` repeats it on ranks that run along.
+        """
+        self._groups.append(samples)
+        failed = self._try([samples], again=False)
+        while failed is not None:
+            self._recover(*failed)
+            self.done.clear()
+            failed = self._try(self._groups, again=True)
+
+    def _try(self, groups: Sequence[Samples], *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
+        """Run the parts of ``groups`` until some run out of memory; return these, or None if all have run."""
+        for parts in self._work.split(groups, self.limit.max_tokens):
+            parts = self._filled_up(parts)
+            if not parts:  # samples without anything to learn from
+                continue
+            if self._audit is not None and (len(parts) > 1 or not self._parallel.roots):
+                self._audit.look(self._work.compared(parts), self._run_as_batch, again=again)
+            outcome = self.run_once(self._work.runs(parts))
+            if outcome.failed:
+                return parts, outcome
+            self._note(parts, outcome)
+            self.done += zip(parts, outcome.results, strict=True)
+        return None
+
+    def _filled_up(self, parts: Sequence[P]) -> Sequence[P]:
+        """Return ``parts`` and more without weight, so that a rank runs one, and under FSDP as many as every other."""
+        most = len(parts)
+        if not self._parallel.roots:
+            most = max(most, 1) if self._parallel.ranks.size > 1 else most
+        elif self._work.may_differ(parts):
+            most = int(self._parallel.ranks.largest(most))
+        return [*parts, *(self._work.filler() for _ in range(most - len(parts)))]
+
+    def run_once(self, runs: Sequence[Callable[[], T]]) -> Outcome[T]:
+        """Run parts up to the first that runs out of memory on any rank, and drop all gradients then.
+
+        Under FSDP, the rank that ran out of memory issues the collectives that its peers wait for, so that all come to
+        the end of as many parts. Copies, as of DDP, communicate when all have run.
+
+        Raises:
+            CannotRecoverError: If what is left to issue is not known, or memory runs out again while it is issued.
+            Exception: Any other error of a part; an :class:`OtherRankError` repeats it on all other ranks.
+        """
+        parallel, ranks, shards = self._parallel, self._ranks, self._parallel.collectives
+        results: list[T] = []
+        failure: Exception | None = None
+        broken: list[Exception] = []  # an error of another kind, which waits until the other ranks can be told
+        retries_before = self._work.num_retries()
+        with parallel.without_sync():
+            for number, run in enumerate(runs, 1):
+                if shards is not None:
+                    shards.start()
+                try:
+                    result = run()
+                    if number == len(runs):
+                        parallel.prepare_sum()
+                    results.append(result)
+                except Exception as error:
+                    failure = error
+                    if not is_out_of_memory(error):
+                        if ranks.size == 1 or isinstance(error, CannotRecoverError) or is_lost_rank(error):
+                            raise
+                        broken.append(error)
+                if failure is not None:  # outside of "except", where the traceback would keep its tensors alive
+                    if not broken:
+                        forget_frames(failure)
+                    break
+                if shards is not None:
+                    shards.finish()
+        try:
+            if failure is not None:
+                self._discard()
+                if shards is not None:
+                    _issue_the_rest(shards, len(runs) - len(results) - 1, failure)
+            worst = 2 if failure is not None else 1 if self._work.num_retries() > retries_before else 0
+            worst = int(ranks.largest(worst))
+            if worst == 2:
+                if shards is not None:
+                    shards.reset()
+                if shards is not None or failure is None:
+                    # Also on the rank that failed: only now do the layers that it had gathered have their own
+                    # parameters back, with the gradients of earlier parts.
+                    self._discard()
+                ranks.all_results(lambda: _raise_first(broken))
+        except Exception:
+            if broken:  # whatever has happened while the others were told
+                raise broken[0] from None
+            raise
+        return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)
+
+    def compare(self, one: list[Any], other: list[Any]) -> bool:
+        """Audit two lists of samples before there is a step; see :meth:`Audit.compare`."""
+        assert self._audit is not None
+        return self._audit.compare(one, other, self._run_as_batch)
+
+    def _run_as_batch(self, lists: Sequence[list[Any]]) -> bool:
+        """Leave the gradient of a batch that has these parts; return False if memory ran out on any rank."""
+        parts = self._filled_up(self._work.as_batch(lists))
+        return not self.run_once(self._work.runs(parts)).failed
+
+    def keep(self) -> list[tuple[P, R]]:
+        """End what can run again, which stands now; return the parts that have run, and their results."""
+        if self._recovers and self._work.state is not None:
+            self._work.state.end()
+        return self.done
+
+    def end(self) -> list[tuple[P, R]]:
+        """End the step, as :meth:`keep` does, and let the limit rise if it was a clean one."""
+        if not self._shrank and not self._shrink_if_thrashing():
+            self.limit.note_clean_step()
+        self._shrank = self._retried = False
+        self._tokens_retried = 0
+        self.keep()
+        if self._audit is not None:
+            self._audit.end_step()
+        self._recovered_in_row = self._recovered_in_row + 1 if self._failures else 0
+        if self._recovered_in_row == _RECOVERIES_IN_ROW_TO_WARN and not self._warned:
+            self._warned = True
+            log.warning(
+                "every step first runs out of memory: training crawls. %s, or %s",
+                _sentence(self._work.smaller_parts()), self._work.less_memory(),
+            )  # fmt: skip
+        return self.done
+
+    # Running out of memory
+
+    def _recover(self, parts: Sequence[P], outcome: Outcome[R]) -> None:
+        """Decide how samples run again of which a part ran out of memory, on this rank or another."""
+        work, ranks = self._work, self._ranks
+        failed = None if outcome.failed_here is None else parts[outcome.failed_here]
+        samples, tokens = (0, 0) if failed is None else (len(failed.samples), failed.tokens)
+        fitted_before = ranks.all(tokens <= self.limit.largest_that_ran and self._failures < 2)
+        cause = None if failed is None else self._cause(failed, outcome.error)
+        why = None if failed is None else self._why_final(failed)
+        if failed is not None and why is None and samples == 1 and not (fitted_before and self._failures == 0):
+            why = f"out of memory with {work.describe(failed)}, which cannot be split{work.shorter(failed)}"
+        if ranks.any(why is not None):
+            if why is not None and cause is not None:
+                why += f". Memory ran out because {cause}"
+            raise DoesNotFitError(
+                why or "out of memory on another rank, whose error says what would help"
+            ) from outcome.error
+        self._check_that_parts_add_up()
+        # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
+        because = "" if cause is None else f": {cause}"
+        told = ranks.gather(None if failed is None else (tokens, f"with {work.describe(failed)}{because}"))
+        failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+        self._unit = work.unit(parts[0])
+        self._failures += 1
+        how = "as they were"
+        if fitted_before and self._failures == 1:
+            self.limit.num_recoveries += 1
+            self._note_retry(samples, tokens)
+        else:
+            self.limit.shrink(max(tokens for tokens, _ in failures.values()), fitted_before=fitted_before)
+            self._shrank = True
+            how = f"with at most {self.limit.max_tokens} {self._unit} per forward{work.price_of_parts()}"
+        on = ", ".join(what if ranks.size == 1 else f"on rank {rank} {what}" for rank, (_, what) in failures.items())
+        log.warning(
+            "out of memory %s; running %s again %s (recovery %d)", on, work.what, how, self.limit.num_recoveries
+        )
+        self._recovered.append((on, self.limit.max_tokens))
+        work.put_back()
+        if self._random_state is not None and work.state is not None:
+            self._random_state.put_back()
+            work.state.put_back()
+
+    def _why_final(self, failed: P) -> str | None:
+        """Return why a part does not run again, whatever its size; None if it may."""
+        work = self._work
+        if (why := work.why_final(failed)) is not None:
+            return why
+        what = f"out of memory in a forward or backward of {work.describe(failed)}"
+        if not self._recovers:
+            return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
+        if not self._parallel.agrees:
+            advice = f"{_sentence(work.smaller_batch())}, or {work.less_memory()}"
+            return f"{what}; it cannot run in smaller parts: {self._parallel.why_alone}. {advice}"
+        return None
+
+    def _cause(self, failed: P, error: Exception | None) -> str | None:
+        """Say why memory ran out, where it is clear."""
+        longest, longer = self._work.longest(failed) or 0, None
+        if 0 < self._most_tokens_that_ran < longest and failed.tokens > self.limit.largest_that_ran:
+            longer = LongerSample(longest, self._most_tokens_that_ran, self._work.name_of_longest(failed))
+        setting = None if self._work.device is None else allocator_advice(self._work.device)
+        return cause_of(read_message(str(error)), self._starts, longer, setting)
+
+    def _check_that_parts_add_up(self) -> None:
+        work = self._work
+        try:
+            module = work.batch_dependent_module()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(f"{NOTHING_LARGER}: {work.less_memory()}") from error
+        if module is not None:
+            raise DoesNotFitError(
+                f"out of memory, and splitting the batch would change the result: {module} computes over the batch; "
+                f"{work.smaller_batch()}, or {work.less_memory()}"
+            )
+
+    def _discard(self) -> None:
+        """Drop what parts have left behind, gradients included, and really release its memory."""
+        for parameter in self._work.parameters():
+            parameter.grad = None
+        self._work.forget()
+        if self._work.device is not None:
+            release_cached_memory(self._work.device)
+
+    # What has run
+
+    def _note(self, parts: Sequence[P], outcome: Outcome[R]) -> None:
+        """Record parts that have run."""
+        largest = max(parts, key=lambda part: part.tokens)
+        self.limit.note(largest.tokens)
+        longest = [self._work.longest(part) or 0 for part in parts]
+        self._most_tokens_that_ran = max(self._most_tokens_that_ran, *longest)
+        if outcome.retried:
+            self._unit = self._work.unit(parts[0])
+            self._note_retry(len(largest.samples), largest.tokens)
+
+    def _note_retry(self, samples: int, tokens: int) -> None:
+        self._retried = True
+        self._tokens_retried = max(self._tokens_retried, tokens if samples > 1 else 0)
+
+    def _shrink_if_thrashing(self) -> bool:
+        """Lower the limit where the allocator empties its cache to find room, step after step; the step stands."""
+        self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
+        if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
+            return False
+        self._retried_in_row = 0
+        if not (self._recovers and self._parallel.agrees):
+            return False
+        tokens = int(self._ranks.largest(self._tokens_retried))
+        if tokens == 0 or self._work.batch_dependent_module() is not None:
+            return False  # there is nothing to split
+        self.limit.lower(tokens)
+        device = self._work.device
+        advice = None if device is None else allocator_advice(device)
+        more = "" if advice is None else f". Setting the environment variable {advice} may help"
+        log.warning(
+            "memory%s is so tight that every step empties the allocator's cache (num_alloc_retries); from now on a "
+            "forward holds at most %d %s, an eighth less than the largest%s",
+            "" if device is None else f" of {device}", self.limit.max_tokens, self._unit, more
+        )  # fmt: skip
+        return True
+
+
+def _issue_the_rest(shards: MicroBatchCollectives, num_parts: int, failure: Exception) -> None:
+    """Issue what other ranks wait for of the part that failed, and of ``num_parts`` after it."""
+    if not shards.can_drain:
+        raise CannotRecoverError(
+            "memory ran out, and the other ranks cannot be told: the collectives of a forward and backward vary, so "
+            "what they wait for is unknown. Set a smaller batch_size or micro_batch_size, or sequences of one length "
+            "(dataset.packed=True)"
+        ) from failure
+    again: Exception | None = None
+    try:
+        shards.drain(num_parts)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        again = error
+    if again is not None:
+        raise CannotRecoverError(
+            "memory ran out, and again while telling the other ranks, although this rank had released its memory: "
+            "another process took it, or not even the smallest batch fits. Free the device, or set a smaller "
+            "batch_size"
+        ) from again
+
+
+def _raise_first(errors: Sequence[Exception]) -> None:
+    if errors:
+        raise errors[0]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

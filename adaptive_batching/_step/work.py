@@ -1,0 +1,155 @@
+"""What a host computes in a step, so that :class:`~adaptive_batching._step.runner.StepRunner` can run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from adaptive_batching._memory import num_allocation_retries
+from adaptive_batching._snapshot import StepState
+
+Samples = TypeVar("Samples")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples of one forward and backward."""
+
+    samples: Sequence[Any]
+    tokens: int  # that the forward computes, padding included; where samples have no length, their number
+    weight: float | None = None  # in the gradient, as the host counts it; None for that of its samples
+
+    @property
+    def is_filler(self) -> bool:
+        """True for a part that adds nothing and only gives this rank as many forwards as others."""
+        return self.weight == 0
+
+
+P = TypeVar("P", bound=Part)
+R = TypeVar("R")
+
+
+class Work(ABC, Generic[Samples, P, R]):
+    """A host's computation, such as that of a recipe's step: its parts, what runs them, and words for messages.
+
+    It retries nothing, and neither tells other ranks of a failure nor asks them for one. What it is given at once, such
+    as a batch, are ``Samples``; they run as parts ``P``, each of which has a result ``R``.
+    """
+
+    device: torch.device | None = None
+    """Where parts run; None if the host releases memory itself, in :meth:`forget`."""
+
+    state: StepState | None = None
+    """What forwards change besides gradients, to be put back; None if they change nothing."""
+
+    what = "the step's samples"
+    """What runs again, in words."""
+
+    # How it computes
+
+    @abstractmethod
+    def split(self, groups: Sequence[Samples], max_tokens: int | None) -> Iterable[Sequence[P]]:
+        """Yield parts of ``groups`` that are expected to fit, all of those that run in one go together.
+
+        The runner comes for the next when these have run. No part has more than ``max_tokens``, other than a single
+        sample; None for no limit that was learned from running out of memory.
+        """
+
+    @abstractmethod
+    def runs(self, parts: Sequence[P]) -> Sequence[Callable[[], R]]:
+        """Return what runs each of the parts: collate, forward and backward."""
+
+    def filler(self) -> P:
+        """Return a part without weight, for a rank that has fewer than others."""
+        raise NotImplementedError
+
+    def may_differ(self, parts: Sequence[P]) -> bool:
+        """Return True if other ranks, which answer alike, may have another number of parts."""
+        return True
+
+    def compared(self, parts: Sequence[P]) -> list[list[Any]]:
+        """Return the samples of parts that an audit may compare with their union."""
+        return [list(part.samples) for part in parts if not part.is_filler]
+
+    def as_batch(self, lists: Sequence[list[Any]]) -> Sequence[P]:
+        """Return lists of samples as parts that are weighted as those of a batch of their own."""
+        raise NotImplementedError
+
+    def tokens(self, samples: list[Any]) -> int:
+        """Return the tokens of samples that run together, with padding."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Take note that a step begins."""
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return all whose gradients are dropped if a part runs out of memory."""
+        return ()
+
+    def forget(self) -> None:
+        """Drop what a part that broke off has left behind, besides gradients."""
+
+    def put_back(self) -> None:
+        """Restore what parts have changed besides gradients, random numbers and ``state``, before they run again."""
+
+    def num_retries(self) -> int:
+        """Return how often this rank's allocator has had to empty its cache to find room."""
+        return 0 if self.device is None else num_allocation_retries(self.device)
+
+    def why_final(self, part: P) -> str | None:
+        """Return why a part that ran out of memory cannot run again, whatever its size; None if it can."""
+        return None
+
+    def batch_dependent_module(self) -> str | None:
+        """Name what computes over the batch, so that parts do not add up to it; None if nothing does."""
+        return None
+
+    # Words for messages
+
+    @abstractmethod
+    def length(self, sample: Any) -> int | None:
+        """Return the tokens of a sample; None if samples have no length."""
+
+    @abstractmethod
+    def less_memory(self) -> str:
+        """Return what takes less memory whatever the samples."""
+
+    def describe(self, part: P) -> str:
+        """Return the size of a part in words: ``3 samples of up to 40 tokens``."""
+        number, longest = len(part.samples), self.longest(part)
+        up_to = "" if longest is None else f" of up to {longest} tokens"
+        return f"{number} sample{'s' if number > 1 else ''}{up_to}"
+
+    def longest(self, part: P) -> int | None:
+        """Return the tokens of a part's longest sample; None if samples have no length."""
+        lengths = [self.length(sample) for sample in part.samples]
+        return None if None in lengths else max(length for length in lengths if length is not None)
+
+    def name_of_longest(self, part: P) -> str:
+        """Say which sample of a part is the longest: ``number 7 of dataset``; empty if that is not known."""
+        return ""
+
+    def unit(self, part: P) -> str:
+        """Return what ``tokens`` of a part count."""
+        return "samples" if self.longest(part) is None else "padded tokens"
+
+    def shorter(self, part: P) -> str:
+        """Say which it is, and what to do about a single sample that does not fit."""
+        return f"; shorten it, or {self.less_memory()}"
+
+    def smaller_batch(self) -> str:
+        """Return what to do where parts do not add up to the whole."""
+        return "use a smaller batch size"
+
+    def smaller_parts(self) -> str:
+        """Return what to do where every step first runs out of memory."""
+        return self.smaller_batch()
+
+    def price_of_parts(self) -> str:
+        """Return what running in parts costs, to follow what is said of it."""
+        return ""

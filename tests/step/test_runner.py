@@ -1,0 +1,164 @@
+"""How a step runs, fails and runs again, whatever its host computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.runner import StepRunner
+from adaptive_batching._step.split import Capacity, split_by_length
+from adaptive_batching._step.work import Part
+from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
+from tests.support.toy_work import ToyWork
+
+
+class OtherRanks:
+    """Two ranks, and how often this one waited for the other."""
+
+    size, rank, waited = 2, 0, 0
+
+    def largest(self, value: float) -> float:
+        self.waited += 1
+        return value
+
+
+class NoCollectives:
+    """A sharded model that communicates nothing."""
+
+    def start(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class StartsOver(ToyWork):
+    """A computation in whose runs an allocator starts over, or not, as they say."""
+
+    def __init__(self, retried: Sequence[bool]) -> None:
+        super().__init__()
+        self.counts = iter([count for again in retried for count in (0, int(again))])
+
+    def num_retries(self) -> int:
+        return next(self.counts)
+
+
+def run_steps(runner: StepRunner[list[int], Any, Any], number: int) -> None:
+    for _ in range(number):
+        runner.begin()
+        runner.add([8, 8])
+        runner.end()
+
+
+@pytest.mark.parametrize("collectives", [None, NoCollectives()])
+def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any) -> None:
+    """A rank whose allocator starts over would wait for the others, which do not know."""
+    ranks: Any = OtherRanks()
+    work, limit = StartsOver([True] * 4), TokenLimit()
+    work.may_differ = lambda parts: False  # type: ignore[method-assign]
+    parallel = DataParallel(ranks, work.parameters, [nn.Linear(1, 1)], collectives=collectives)
+    run_steps(StepRunner(work, limit, parallel), 4)
+    assert (ranks.waited > 0, limit.max_tokens is not None) == ((collectives is not None,) * 2)
+
+
+def test_only_what_goes_on_shrinks_parts_and_by_as_little_as_helps() -> None:
+    limit = TokenLimit()
+    runner = StepRunner(StartsOver([True, True, False, True, True, True]), limit)
+    run_steps(runner, 5)
+    assert limit.max_tokens is None
+    run_steps(runner, 1)
+    assert limit.max_tokens == 14, "an eighth less than 16"
+
+
+def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
+    """A rollout of PPO runs in parts that can each run again by itself."""
+    limit, fails = TokenLimit(steps_to_recover=1), iter([True])
+
+    def run(samples: Sequence[int]) -> None:
+        if next(fails, False):
+            raise torch.OutOfMemoryError()
+
+    runner = StepRunner(ToyWork(run), limit)
+    for rises in (False, True):
+        for _ in range(2):
+            runner.begin()
+            runner.add([8, 8])
+            runner.keep()
+        runner.end()
+        assert limit.max_tokens == (16 if rises else 8), "half of 16, until a clean step doubles it"
+
+
+class OnDevice(ToyWork):
+    """Samples of these lengths on a model of a device, split by length."""
+
+    def __init__(self, device: Device, max_tokens: int) -> None:
+        super().__init__(discard=device.release)
+        self._device, self._max_tokens = device, max_tokens
+        self.num_retries = device.num_retries  # type: ignore[method-assign]
+
+    def split(self, groups: Sequence[list[int]], max_tokens: int | None) -> Iterator[list[Part]]:
+        [lengths] = groups
+        capacity = Capacity.of_tokens(min(self._max_tokens, max_tokens or self._max_tokens))
+        parts = [[lengths[index] for index in part] for part in split_by_length(lengths, capacity, 512)]
+        yield [Part(part, self.tokens(part)) for part in parts]
+
+    def runs(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
+        return [partial(self._device.forward_backward, part.tokens) for part in parts]
+
+
+class Training:
+    """Training on a model of a GPU's allocator: batches are split, run, and run again in smaller parts."""
+
+    def __init__(self, device: Device, max_tokens: int) -> None:
+        self.device, self.limit = device, TokenLimit()
+        self._work = OnDevice(device, max_tokens)
+        self._runner = StepRunner(self._work, self.limit)
+
+    def step(self, lengths: list[int]) -> None:
+        self._runner.begin()
+        self._runner.add(lengths)
+        ran = [length for part, _ in self._runner.end() for length in part.samples]
+        assert sorted(ran) == sorted(lengths), "each sample once"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memory_few(seed: int) -> None:
+    chance = random.Random(seed)
+    weights, room = chance.randint(8 * MIB, 64 * MIB), chance.randint(1 * GIB, 12 * GIB)
+    kept, passing, lost = chance.randint(2, 64), chance.randint(0, 64), chance.uniform(0, 0.4)
+    layers = [Layer(weights, kept * KIB, passing * KIB)] * 6
+    device = Device(4 * 6 * weights + room, layers, libraries_bytes=24 * MIB)
+    step = device.training_step()
+    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "search": "binary_search"})
+    try:
+        found = find_largest(step, config, device, ProbeRequest(64))
+    except DoesNotFitError:
+        return
+    run = Training(device, device.length * found.batch_size)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            run.step([chance.randint(8, device.length) for _ in range(48)])
+
+    with device.limit(found.budget_bytes):
+        train(60)
+        # Other lengths than those probed can leave so much unused in between that it has to start from an empty cache.
+        assert run.limit.num_recoveries <= 1
+        assert run.limit.max_tokens is None or run.limit.max_tokens > 0.35 * found.batch_size * device.length
+
+        device.release()
+        needed = device.allocator.allocated + sum(layer.kept_per_token for layer in layers) * device.length * 4 + GIB
+        device.allocator.limit = max(int(device.allocator.limit * (1 - lost)), needed)  # a neighbour moves in
+        train(200)
+        assert run.limit.num_recoveries <= 6, "once or twice for each time that it is raised"
+        train(200)
+        assert run.limit.num_recoveries <= 8, "and less and less"
