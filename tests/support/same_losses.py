@@ -1,16 +1,18 @@
-"""Hold the losses of twenty-odd kinds of run against those of another commit, bit for bit.
+"""Hold the losses of some fifty kinds of run against those of another commit, bit for bit.
 
     python -m tests.support.same_losses cba35f9            # all of them, in both trees, on this machine
     python -m tests.support.same_losses HEAD~3 split ppo     # those whose names contain a word
 
-Each run is a real recipe on real text, in a process of its own: with all fields unset, growing, split, probed,
-recovered from an error, resumed, on two ranks. What is compared are the metrics of every step, without timings, and the
-sum of every saved weight. The last line printed is a JSON object.
+Each run has a process of its own. It is a real recipe on real text, Trainer, or a plain loop: with all fields unset,
+growing, split, probed, recovered from an error, resumed, on two ranks. What is compared are the metrics of every step,
+without timings, and the sum of every weight. The last line printed is a JSON object.
+
+Trainer and the plain loop run as tests have them run, each tree with its own tests.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -49,6 +51,7 @@ _TEACHER = (
 _PROBE = (
     "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16",
 )  # fmt: skip
+_POLICY = ("policy_model._component_=same_losses.full",)
 _KD, _DPO = "knowledge_distillation_single_device", "lora_dpo_single_device"
 _EPOCH_1 = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
 
@@ -65,10 +68,86 @@ class Kind:
     """Settings with which the run goes on that has ended before its third epoch; None to run through."""
 
     ranks: int = 1
+    with_gradients: bool | None = None
+    """Count calls where gradients are computed, if True, or where none are, as in validation; None for all calls."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A run of what is no recipe: ``train`` works in a folder, and returns the metrics of its steps and weights."""
+
+    train: Callable[[Path], dict[str, Any]]
+    ranks: int = 1
+
+
+def trainer(folder: Path, kind: str = "", most_tokens: int | None = None, **fields: Any) -> dict[str, Any]:
+    """Train with Hugging Face's Trainer, or TRL's of a ``kind``; one forward of more than ``most_tokens`` fails."""
+    from adaptive_batching.transformers import AdaptiveArguments
+    from tests.transformers import test_trl, trainers, two_ranks
+
+    ours = AdaptiveArguments(**fields)
+    if kind:
+        test_trl.chance.seed(1)
+        made = test_trl.make(kind, folder, test_trl.make_tokenizer(), ours)
+    else:
+        model = trainers.make_llama(attention_dropout=0.1)
+        made = trainers.make_trainer(folder, ours, model=model, gradient_accumulation_steps=2)
+    if most_tokens is not None:
+        trainers.OutOfMemory(made.model, most_tokens, times=2)
+    made.train()
+    found = two_ranks.outcome(made)
+    assert (found.get("recoveries", 0) > 0) == (most_tokens is not None)
+    return {"steps": [list(step.items()) for step in found.pop("logged")], "weights": found}
+
+
+def evaluation(folder: Path) -> dict[str, Any]:
+    """Evaluate with Trainer, in memory that is too short for most of its batches."""
+    from adaptive_batching.transformers import AdaptiveArguments
+    from tests.transformers import trainers
+
+    made = trainers.make_trainer(folder, AdaptiveArguments(micro_batch_size="auto"))
+    short = trainers.OutOfMemory(made.model, 60, in_training=False)
+    found = made.predict(trainers.make_data(21))
+    assert short.failures
+    metrics = [pair for pair in found.metrics.items() if pair[0] == "test_loss"]
+    return {"steps": [metrics, [["failures", short.failures]]], "weights": {"logits": found.predictions.tolist()}}
+
+
+def trainer_on_ranks(folder: Path, name: str) -> dict[str, Any]:
+    """Train with Trainer on two ranks, in a run of its tests; memory is short on the second alone."""
+    from tests.transformers import two_ranks
+
+    found = two_ranks.run(name, folder)
+    steps = found.pop("logged", [found])  # an evaluation has none
+    return {"steps": [list(step.items()) for step in steps], "weights": found}
+
+
+def plain_loop(folder: Path, max_tokens: int | None = None, *, recovers: bool = False) -> dict[str, Any]:
+    """Take steps of AdaptiveStep, with dropout."""
+    from tests.loop import test_step
+
+    model, step = test_step.make(max_tokens=max_tokens, clip_norm=0.5, dropout=0.1)
+    if recovers:
+        test_step.always(model, times=3)
+    batches = (test_step.SAMPLES, test_step.texts(4, 11, 6), test_step.texts(12, 29, 20, 8, 8, 2, 17))
+    losses = [[["loss", step(batch).item()]] for batch in batches]
+    assert (step.num_recoveries > 0) == recovers
+    weights = {name: weight.tolist() for name, weight in model.state_dict().items()}
+    return {"steps": [*losses, [["forwards", model.forwards]]], "weights": weights}
+
+
+def plain_loop_on_ranks(folder: Path, name: str) -> dict[str, Any]:
+    """Take steps of AdaptiveStep on two ranks, in a case of its tests."""
+    from tests.loop import two_ranks
+
+    torch.distributed.init_process_group("gloo")
+    found = two_ranks.train(*name.split(", "))
+    weights = dict(enumerate(each.tolist() for each in found["weights"]))
+    return {"steps": [[[key, found[key]] for key in ("losses", "recoveries", "forwards")]], "weights": weights}
 
 
 _of_lora, _of_dpo = partial(Kind, config="lora_single_device"), partial(Kind, _DPO, "lora_dpo_single_device")
-KINDS = {
+KINDS: dict[str, Kind | Loop] = {
     "off full": Kind(_FULL),
     "off full accumulating": Kind(_FULL, overrides=("gradient_accumulation_steps=3",)),
     "off full in backward": Kind(_FULL, overrides=("optimizer_in_bwd=True", "clip_grad_norm=null")),
@@ -94,16 +173,46 @@ KINDS = {
     "recovered lora": _of_lora(_LORA, overrides=_DOUBLE, fails_at=17),
     "recovered dpo": _of_dpo(overrides=("micro_batch_size=4",), fails_at=9),
     "validated": Kind(_FULL, overrides=(*_VALIDATE, "micro_batch_size=2")),
+    "validated, recovered": Kind(_FULL, overrides=_VALIDATE, fails_at=2, with_gradients=False),
     "resumed full": Kind(_FULL, overrides=(*_DOUBLE, "epochs=3"), resumes=(_EPOCH_1,)),
     "resumed lora": _of_lora(_LORA, overrides=(*_DOUBLE, "epochs=3", "model.lora_dropout=0.1"), resumes=()),
     "ppo": Kind("ppo_full_finetune_single_device", "ppo"),
     "ppo growing": Kind("ppo_full_finetune_single_device", "ppo", _DOUBLE),
+    "ppo, a rollout recovered": Kind(
+        "ppo_full_finetune_single_device", "ppo", _POLICY, fails_at=9, with_gradients=False
+    ),
+    "ppo, a step recovered": Kind("ppo_full_finetune_single_device", "ppo", _POLICY, fails_at=9, with_gradients=True),
     "ranks full growing": Kind("full_finetune_distributed", overrides=_DOUBLE, ranks=2),
     "ranks lora split": _of_lora("lora_finetune_distributed", overrides=("micro_batch_size=2", *_PROBE), ranks=2),
     "ranks full recovered": Kind("full_finetune_distributed", overrides=("micro_batch_size=4",), fails_at=7, ranks=2),
+    "ranks full validated, recovered": Kind(
+        "full_finetune_distributed", overrides=_VALIDATE, fails_at=2, with_gradients=False, ranks=2
+    ),
+    "trainer off": Loop(trainer),
+    "trainer auto": Loop(partial(trainer, micro_batch_size="auto")),
+    "trainer split": Loop(partial(trainer, micro_batch_size=3)),
+    "trainer recovered": Loop(partial(trainer, most_tokens=60, micro_batch_size=8)),
+    "trainer growing": Loop(
+        partial(trainer, batch_increase_function={"_component_": "adaptive_batching.growth.step"}, micro_batch_size=6)
+    ),
+    "trainer evaluated, recovered": Loop(evaluation),
+    "trainer sft recovered": Loop(partial(trainer, kind="SFT", most_tokens=130, micro_batch_size=8)),
+    "trainer dpo recovered": Loop(partial(trainer, kind="DPO", most_tokens=130, micro_batch_size=8)),
+    **{
+        f"trainer ranks {name}": Loop(partial(trainer_on_ranks, name=f"{name} llama"), ranks=2)
+        for name in ("ddp parts", "ddp short", "ddp evaluated", "fsdp short", "fsdp growing")
+    },
+    "loop whole": Loop(plain_loop),
+    "loop split": Loop(partial(plain_loop, max_tokens=64)),
+    "loop recovered": Loop(partial(plain_loop, recovers=True)),
+    **{
+        f"loop ranks {name}": Loop(partial(plain_loop_on_ranks, name=name), ranks=2)
+        for kind in ("ddp", "fsdp2")
+        for name in (f"{kind}, in parts", f"{kind}, forward on one", f"{kind}, backward on one")
+    },
 }
 
-plan: dict[str, int | None] = {"fails_at": None, "calls": 0, "ends_at": None}
+plan: dict[str, int | None] = {"fails_at": None, "with_gradients": None, "calls": 0, "ends_at": None}
 
 
 def grows_until_cut(every: int = 1) -> Callable[..., int]:
@@ -130,6 +239,8 @@ def model(builder: str, **arguments: Any) -> nn.Module:
     made: Any = getattr(llama2, builder)(**arguments)
 
     def fail(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if plan["with_gradients"] not in (None, torch.is_grad_enabled()):
+            return
         plan["calls"] = calls = (plan["calls"] or 0) + 1
         is_first = int(os.environ.get("RANK", 0)) == 0
         if plan["fails_at"] is not None and calls >= plan["fails_at"] and is_first and len(inputs[0]) > 1:
@@ -161,8 +272,8 @@ def settings_of(kind: Kind, inputs: Path, output_dir: Path) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def run(kind: Kind, inputs: Path, output_dir: Path) -> None:
-    """Run a recipe of the tree that lies in the working directory."""
+def run(kind: Kind, inputs: Path, output_dir: Path) -> dict[str, Any]:
+    """Run a recipe of the tree that lies in the working directory, and return what it left behind."""
     recipe = importlib.import_module(f"recipes.{kind.recipe}")
     if kind.config == "ppo":
         from tests.support.ppo import config_of, save_reward_model
@@ -174,7 +285,7 @@ def run(kind: Kind, inputs: Path, output_dir: Path) -> None:
     else:
         config = Path("recipes/configs/quickstart") / f"{kind.config}.yaml"
         settings = settings_of(kind, inputs, output_dir)
-    plan.update(fails_at=kind.fails_at, calls=0)
+    plan.update(fails_at=kind.fails_at, with_gradients=kind.with_gradients, calls=0)
     first = [] if kind.resumes is None else [2]
     for ends_at in [*first, None]:
         plan["ends_at"] = ends_at
@@ -185,6 +296,8 @@ def run(kind: Kind, inputs: Path, output_dir: Path) -> None:
         except SystemExit as end:
             if end.code and not (ends_at and "the power went out" in str(end.code)):
                 raise
+    assert not plan["fails_at"] or int(os.environ.get("RANK", 0)), "memory did not run out"
+    return found_in(output_dir)
 
 
 def found_in(output_dir: Path) -> dict[str, Any]:
@@ -208,12 +321,13 @@ def run_here(names: list[str], inputs: Path, directory: Path) -> None:
 
     A probe does not settle for what is large enough, which depends on the machine's speed.
     """
-    from adaptive_batching._step.forward_cost import ForwardTimes
-
+    room = "_step" if importlib.util.find_spec("adaptive_batching._step") else "_micro_batches"  # of earlier commits
+    times = importlib.import_module(f"adaptive_batching.{room}.forward_cost").ForwardTimes
     for name in names:
         output_dir = directory / re.sub(r"\W+", "_", name)
         output_dir.mkdir(parents=True, exist_ok=True)
-        child = 0 if KINDS[name].ranks > 1 else os.fork()
+        kind = KINDS[name]
+        child = 0 if kind.ranks > 1 else os.fork()
         if child:
             os.waitpid(child, 0)
             continue
@@ -221,10 +335,10 @@ def run_here(names: list[str], inputs: Path, directory: Path) -> None:
         with (output_dir / f"output_{rank}.txt").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        with mock.patch.object(ForwardTimes, "enough", lambda self: None):
-            run(KINDS[name], inputs, output_dir)
+        with mock.patch.object(times, "enough", lambda self: None):
+            found = kind.train(output_dir) if isinstance(kind, Loop) else run(kind, inputs, output_dir)
         if rank == "0":
-            (output_dir / "found.json").write_text(json.dumps(found_in(output_dir)))
+            (output_dir / "found.json").write_text(json.dumps(found))
         os._exit(0)
 
 
