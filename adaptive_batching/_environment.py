@@ -62,11 +62,11 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _available() -> Iterator[tuple[str, str]]:
-    import torch
 
-    from adaptive_batching._ranks.fsdp import can_drain
+    from adaptive_batching._ranks.fsdp import why_not_drained
 
-    several = "yes" if can_drain() else f"no: torch {torch.__version__} cannot reset FSDP2 after an error"
+    why = why_not_drained()
+    several = f"no: {why}" if why else "yes"
     yield "recovery", f"one device: yes; sharded: {several}"
     try:
         importlib.import_module("adaptive_batching._trace.fake_step")

@@ -27,6 +27,13 @@ log = logging.getLogger(__name__)
 class DoesNotFitError(AdaptiveBatchingError, RuntimeError):
     """Raised if training does not fit in memory, from the start or at a later step. The message lists remedies."""
 
+    @classmethod
+    def even_of_few(cls, less_memory: str) -> DoesNotFitError:
+        """Return the error of a forward of a few tokens; ``less_memory`` says what to do."""
+        return cls(
+            f"out of memory in a forward of a few tokens; nothing larger will fit. What takes less: {less_memory}"
+        )
+
 
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Return the peak bytes that training may take: used plus free, within ``memory_limit``, else less ``headroom``."""

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _AllGatherBase: Any = object
 _ReduceScatterBase: Any = object
-with contextlib.suppress(ImportError):  # a torch without custom collectives; see can_drain
+with contextlib.suppress(ImportError):  # a torch without custom collectives; see why_not_drained
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     _AllGatherBase = getattr(_fsdp_collectives, "DefaultAllGather", object)
@@ -60,10 +60,15 @@ def sharded_roots(model: nn.Module) -> list[nn.Module]:
     return [root for child in model.children() for root in sharded_roots(child)]
 
 
-def can_drain() -> bool:
-    """Return True if this torch has what draining needs: custom collectives, and a reset after an aborted iteration."""
+def why_not_drained() -> str:
+    """Return what this torch lacks to drain collectives, in words; empty if nothing.
+
+    It needs collectives of one's own, and a reset after an iteration that was broken off.
+    """
     needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
-    return all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object
+    if all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object:
+        return ""
+    return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
 
 
 def divides_gradients(roots: Sequence[nn.Module]) -> bool:

@@ -23,9 +23,9 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import (
     MicroBatchCollectives,
-    can_drain,
     divides_gradients,
     sharded_roots,
+    why_not_drained,
 )
 from adaptive_batching._ranks.gradient_sum import GradientSum, copy_from_first, sums_over_ranks
 from adaptive_batching._values import ConfigError
@@ -131,7 +131,7 @@ def record_collectives(
     run: Callable[[], object],
     parameters: Sequence[nn.Parameter],
     device: torch.device,
-    less_memory: str = "checkpoint activations",
+    less_memory: str = "checkpointing of activations",
 ) -> None:
     """Learn what shards communicate, from a run of a few tokens that leaves nothing behind; all ranks call it.
 
@@ -151,10 +151,7 @@ def record_collectives(
     for parameter in parameters:
         parameter.grad = None
     if failure is not None:
-        raise DoesNotFitError(
-            "out of memory in the first forward and backward, of a few tokens; nothing larger will fit. Use more "
-            f"devices, or {less_memory}"
-        ) from failure
+        raise DoesNotFitError.even_of_few(f"more devices, or {less_memory}") from failure
 
 
 def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Parameter]]) -> DataParallel:
@@ -179,8 +176,8 @@ def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Para
 
 
 def _why_not_sharded(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter], size: int) -> str:
-    if not can_drain():
-        return f"AdaptiveStep trains with FSDP2 from torch 2.13 on, and this is {torch.__version__}"
+    if why := why_not_drained():
+        return why
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     apart = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
     if apart:

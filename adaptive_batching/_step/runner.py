@@ -30,8 +30,6 @@ _RETRIES_IN_ROW_TO_SHRINK = 3
 _RECOVERIES_IN_ROW_TO_WARN = 3
 _MOST_TOLD = 100  # recoveries that are kept for the record
 
-NOTHING_LARGER = "out of memory, even in a forward of a few tokens; nothing larger will fit. To use less memory"
-
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
@@ -328,7 +326,7 @@ class StepRunner(Generic[Samples, P, R]):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise DoesNotFitError(f"{NOTHING_LARGER}: {work.less_memory()}") from error
+            raise DoesNotFitError.even_of_few(work.less_memory()) from error
         if module is not None:
             raise DoesNotFitError(
                 f"out of memory, and splitting the batch would change the result: {module} computes over the batch; "

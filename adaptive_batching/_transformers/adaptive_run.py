@@ -274,10 +274,7 @@ class AdaptiveRun:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise DoesNotFitError(
-                "out of memory in a forward of a few short samples, before training; nothing larger will fit. What "
-                "takes less: gradient_checkpointing=True, bf16=True, LoRA"
-            ) from error
+            raise DoesNotFitError.even_of_few("gradient_checkpointing=True, bf16=True, LoRA") from error
 
     def start_epoch(self, epoch: int) -> None:
         assert self.course is not None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer
 
-from adaptive_batching._ranks.fsdp import can_drain
+from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._transformers.handed_out import handing_out_samples
 from adaptive_batching._values import ConfigError
 
@@ -119,8 +118,8 @@ def _check_fsdp(trainer: Any) -> None:
             f"parallelism_config dp_replicate_size={mesh.dp_replicate_size} sums gradients in a second collective, for "
             f"which ranks would wait if one ran out of memory; set it to 1"
         )
-    if not can_drain():
-        raise ConfigError(f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can); train with DDP")
+    if why := why_not_drained():
+        raise ConfigError(f"{why}; train with DDP")
 
 
 def check_data(trainer: Any) -> None:

@@ -23,7 +23,7 @@ from torchtune.models.llama2 import llama2
 
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._memory import Segments, cuda_segments
-from adaptive_batching._ranks.fsdp import can_drain
+from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience
 from adaptive_batching._trace import trace
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
@@ -234,7 +234,7 @@ def test_a_step_of_a_plain_loop_does_not_wait_for_the_device(max_tokens: int | N
     assert waits(lambda: step(samples)) == 0
 
 
-@pytest.mark.skipif(not can_drain(), reason=f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)")
+@pytest.mark.skipif(bool(why_not_drained()), reason=why_not_drained())
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
 def test_a_sharded_model_on_one_rank_recovers_whatever_breaks_off(device: str) -> None:
     """With one rank there is nothing to drain; that several do not hang is tested on the cpu, with gloo."""

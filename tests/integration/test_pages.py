@@ -19,7 +19,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batching._ranks.fsdp import can_drain
+from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.stock.loading import load_stock
 from tests.conftest import ROOT, Run, TuneRun
@@ -186,7 +186,7 @@ def finish(process: Any, status: int = 0) -> str:
 def test_a_command_runs_as_it_stands(
     command: str, way: Shell, request: pytest.FixtureRequest, inputs: Path, tmp_path: Path
 ) -> None:
-    if "nproc_per_node" in command and not can_drain():
+    if "nproc_per_node" in command and why_not_drained():
         pytest.skip(f"torch {torch.__version__} cannot probe on several devices (2.13 can)")
     home: Path = request.getfixturevalue("installed" if way.installed else "checkout")
     cwd, venv = (tmp_path if way.installed else home / way.folder), home / ".venv"

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep
+from adaptive_batching._ranks import fsdp
 from adaptive_batching._ranks.gradient_sum import GradientSum
-from adaptive_batching._step import data_parallel
 from tests.loop.test_step import Centred, Model, collate, length, loss, texts
 from tests.support.garbage import quicken_collections
 
@@ -248,7 +248,7 @@ def refusals() -> dict[str, str]:
     }
     model = wrapped("ddp", make_model())
     model.add_module("norm", nn.SyncBatchNorm(2))
-    with mock.patch.object(data_parallel, "can_drain", return_value=False):
+    with mock.patch.object(fsdp, "_AllGatherBase", object):
         found["old torch"] = of(lambda: wrapped("fsdp2", make_model()))
     return {**found, "sync batch norm": of(lambda: model)}
 

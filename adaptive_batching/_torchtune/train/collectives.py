@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import torch
-
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import release_workspaces
 from adaptive_batching._ranks.agree import GroupError
-from adaptive_batching._ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why_not_drained
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.gradients import forward_backward
@@ -63,6 +61,4 @@ def _why_not_possible(host: Host) -> str:
         return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
     if not all(map(is_sharded, host.models)):
         return "the model is not sharded by FSDP2"
-    if not can_drain():
-        return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
-    return ""
+    return why_not_drained()
