@@ -50,8 +50,7 @@ from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe import find
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.cli.quickstart import build
-from adaptive_batching._torchtune.train import probing
-from adaptive_batching._trace.trace import trace_peak_memory, trace_step
+from adaptive_batching._trace.trace import trace_step
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent
@@ -119,9 +118,8 @@ def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: 
         finally:
             traced += time.perf_counter() - start
 
-    for module, trace in ((find, trace_step), (probing, trace_peak_memory)):
-        assert getattr(module, trace.__name__) is trace  # else none is timed
-        setattr(module, trace.__name__, functools.partial(timed, trace))
+    assert find.trace_step is trace_step  # else none is timed
+    find.trace_step = functools.partial(timed, trace_step)  # type: ignore[assignment]
     start = time.perf_counter()
     recipe.setup(cfg)
     return recipe, time.perf_counter() - start, traced

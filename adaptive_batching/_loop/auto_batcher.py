@@ -11,7 +11,7 @@ import torch
 from adaptive_batching._snapshot import StepState
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
-from adaptive_batching._step.split import Capacity
+from adaptive_batching._step.split import samples_within
 from adaptive_batching._step.work import Part, Work
 
 Result = TypeVar("Result")
@@ -24,15 +24,15 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
     lost, and none counts twice. One that has fitted before first runs again as it was, and then with an eighth less.
 
     ``discard`` drops what a part leaves behind that broke off, and releases its memory if no ``device`` is given. A
-    part has at most ``most`` rows. With ``has_fitted``, the capacity has been seen to fit. ``remedy`` is for a row that
-    does not fit. What a forward on ``device`` changes of ``state`` is put back before rows run again.
+    part has at most ``max_tokens`` and ``most`` rows. With ``has_fitted``, so many have been seen to fit. ``remedy`` is
+    for a row that does not fit. What a forward on ``device`` changes of ``state`` is put back before rows run again.
     """
 
     what = "them"
 
     def __init__(
         self,
-        capacity: Capacity,
+        max_tokens: int,
         discard: Callable[[], None] = lambda: None,
         *,
         most: int | None = None,
@@ -43,10 +43,10 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
         state: StepState | None = None,
     ) -> None:
         self.device, self.state = device, state
-        self._capacity, self._most = capacity, most
+        self._max_tokens, self._most = max_tokens, most
         self._discard, self._remedy = discard, remedy
         self._runner = StepRunner(
-            self, TokenLimit(), recovers=recovers, largest_that_ran=capacity.tokens if has_fitted else 0
+            self, TokenLimit(), recovers=recovers, largest_that_ran=max_tokens if has_fitted else 0
         )
 
     @property
@@ -78,7 +78,7 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
         """Yield one part of the rows that are left: as many as fit."""
         [rows] = groups
         length = self._lengths[rows.start]
-        limits = [len(rows), self._capacity.samples(length), self._most]
+        limits = [len(rows), samples_within(self._max_tokens, length), self._most]
         limits.append(None if max_tokens is None else max_tokens // length)
         part = rows[: max(min(limit for limit in limits if limit is not None), 1)]
         yield [Part(part, len(part) * length)]

@@ -29,7 +29,7 @@ from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.split import Capacity, padded_tokens, split_by_length
+from adaptive_batching._step.split import padded_tokens, split_by_length
 from adaptive_batching._step.work import Part
 from adaptive_batching._values import DRY_RUN, ConfigError
 
@@ -93,7 +93,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             return [samples]
         # A high cost keeps the number of parts low where the user has not asked for any.
         forward_cost = limits[0] if self.max_tokens is None else FORWARD_COST
-        split = split_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
+        split = split_by_length(lengths, min(limits), forward_cost)
         return [[samples[index] for index in part] for part in split]
 
     def divisor(self, num_parts: int) -> float | None:

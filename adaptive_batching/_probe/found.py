@@ -79,7 +79,7 @@ class Found:
     def peak_bytes(self) -> int:
         """The most memory that any size takes which the result names."""
         of_enough = [peak for size, peak in self.result.predicted if size <= (self.result.enough or 0)]
-        return max([self.result.peak_bytes, *(peak for *_, peak in self.result.shorter), *of_enough])
+        return max([self.result.peak_bytes, *of_enough])
 
     @property
     def ends_at_bound(self) -> bool:

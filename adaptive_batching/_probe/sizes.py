@@ -263,8 +263,6 @@ class ProbeResult:
     """Every size that ran, in order."""
     predicted: list[tuple[int, int]] = field(default_factory=list)
     """(batch size, predicted peak bytes), calibrated; empty if no trace was possible."""
-    shorter: list[tuple[int, int, int]] = field(default_factory=list)
-    """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
     enough: int | None = None
     """Batch size beyond which larger ones would be of little use, or not worth their trials, if that was asked. It has
     run, or is predicted to fit by far; :attr:`batch_size` is then the largest that has run."""
@@ -308,5 +306,4 @@ class ProbeResult:
         """
         measurements = [Measurement(**m) for m in values["measurements"]]
         predicted = [(int(b), int(peak)) for b, peak in values["predicted"]]
-        shorter = [(int(tokens), int(b), int(peak)) for tokens, b, peak in values["shorter"]]
-        return cls(**{**values, "measurements": measurements, "predicted": predicted, "shorter": shorter})
+        return cls(**{**values, "measurements": measurements, "predicted": predicted})

@@ -334,7 +334,4 @@ def probe_in_words(probe: Event) -> list[str]:
     too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if too_large is not None:
         words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
-    if probe.get("shorter"):
-        points = " and ".join(f"{count(fit)} of {count(tokens)} tokens" for tokens, fit, _ in probe["shorter"])
-        words.append(f"More samples fit if they are shorter: {points}.")
     return [*words, how]

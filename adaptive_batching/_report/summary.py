@@ -33,9 +33,6 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
             (of, f"{result.batch_size}, bound by {result.bound}"),
             ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
         ]
-        if result.shorter:
-            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
-            found.append(("shorter samples", points))
     runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
     return [*found, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
 

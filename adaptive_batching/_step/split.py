@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 
 Split = list[list[int]]  # micro-batches of indices into the samples; together they hold every index once
 
@@ -24,31 +23,12 @@ def length_in_chunks(length: int, num_chunks: int) -> int:
     return length
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Number of samples of a given length that fit in one micro-batch.
+def samples_within(max_tokens: int, length: int) -> int:
+    """Return how many samples of ``length`` tokens have at most ``max_tokens``; at least 1: a sample cannot be split.
 
-    As many tokens in shorter samples take no more memory. If attention memory grows with the square of the length, they
-    take less, and what fits at shorter lengths shows how much less.
+    As many tokens in shorter samples take no more memory.
     """
-
-    points: tuple[tuple[int, int], ...]
-    """(tokens, samples): this many samples of that length fit; the greatest length first."""
-
-    @classmethod
-    def of_tokens(cls, max_tokens: int) -> Capacity:
-        return cls(((max_tokens, 1),))
-
-    @property
-    def tokens(self) -> int:
-        """Largest number of padded tokens in a micro-batch that holds a sample of the greatest length."""
-        length, count = self.points[0]
-        return length * count
-
-    def samples(self, length: int) -> int:
-        """Return how many samples of up to ``length`` tokens fit; at least 1, since a sample cannot be split."""
-        tokens = [self.tokens, *(at * count for at, count in self.points if at >= length)]
-        return max(max(tokens) // length, 1)
+    return max(max_tokens // length, 1)
 
 
 def split_in_order(num_samples: int, micro_batch_size: int) -> Split:
@@ -94,21 +74,21 @@ def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[in
     return parts
 
 
-def split_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Split:
+def split_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float = 0.0) -> Split:
     """Sort samples by length and split them into micro-batches that fit, at the lowest cost, the longest samples first.
 
-    So one that does not fit fails before work is done. A sample above the capacity is alone. The cost of a split is its
-    padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest split consists of runs of
-    neighbours. Dynamic programming over the start of the last run finds it exactly.
+    So one that does not fit fails before work is done. A sample above ``max_tokens`` is alone. The cost of a split is
+    its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest split consists of runs
+    of neighbours. Dynamic programming over the start of the last run finds it exactly.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even split costs no more
-        return split_in_order(len(lengths), capacity.samples(lengths[0]))
+        return split_in_order(len(lengths), samples_within(max_tokens, lengths[0]))
     cost = [0.0]  # cost[j]: least cost of the first j samples
     starts = [0]  # starts[j]: where the last micro-batch of that split starts
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
-        first = max(end - capacity.samples(longest), 0)
+        first = max(end - samples_within(max_tokens, longest), 0)
         best = min(range(first, end), key=lambda start: cost[start] + forward_cost + (end - start) * longest)
         cost.append(cost[best] + forward_cost + (end - best) * longest)
         starts.append(best)

@@ -15,7 +15,6 @@ from transformers.trainer_pt_utils import nested_concat
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._snapshot import StepState
-from adaptive_batching._step.split import Capacity
 from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
 
@@ -50,7 +49,7 @@ class EvaluationInParts:
         self._number_was_asked_for = False
         self._kind: LossKind | None = None  # once it was needed
         self._batcher = AutoBatcher(
-            Capacity.of_tokens(_ANY), device=trainer.args.device, state=StepState([trainer]),
+            _ANY, device=trainer.args.device, state=StepState([trainer]),
             remedy="set eval_accumulation_steps=1, which moves predictions to the host, or shorten it",
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
-from adaptive_batching._step.split import Capacity, split_by_length, split_end_to_end
+from adaptive_batching._step.split import split_by_length, split_end_to_end
 from adaptive_batching._step.work import Part
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -213,10 +213,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def _by_length(self, samples: list[Sample], limit: int, forward_cost: float) -> Parts:
         lengths = [self.tokens([sample]) for sample in samples]
-        if self.pads:
-            split = split_by_length(lengths, Capacity.of_tokens(limit), forward_cost)
-        else:
-            split = split_end_to_end(lengths, limit)
+        split = split_by_length(lengths, limit, forward_cost) if self.pads else split_end_to_end(lengths, limit)
         return [[samples[index] for index in part] for part in split]
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.loop import Training
@@ -76,10 +75,9 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 more: list[Any],
             ) -> None:  # fmt: skip
                 window = [batch, *(more if micro_batch_size == "auto" else [])]
-                points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
                 size = parse_micro_batch_size(micro_batch_size)
                 assert not isinstance(size, Explore)
-                split_policy = SplitPolicy(size, Capacity(points) if isinstance(size, ByLength) else None)
+                split_policy = SplitPolicy(size, tokens if isinstance(size, ByLength) else None)
                 split_policy.limit.max_tokens = limit
                 splitter = Splitter(host, split_policy)
                 if 0 < apart < len(batch):

@@ -15,7 +15,6 @@ from torch import nn
 from torchtune.models.llama2 import llama2_classifier
 from torchtune.modules import KVCache
 
-from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.train import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
@@ -97,8 +96,7 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     common = [*ONE_STEP, f"gradient_accumulation_steps={backwards}"]
     whole = undisturbed(*common, stock=True)
     if size == "auto":
-        three_fit = Capacity(((1, 3),))
-        monkeypatch.setattr(probing, "settled", lambda settings, found, *_: replace(found, capacity=three_fit))
+        monkeypatch.setattr(probing, "settled", lambda settings, found, *_: replace(found, capacity=3))
     split = run(*common, LIMIT, f"micro_batch_size={size}", name="split")
     if size == "auto":
         assert events(split, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 
@@ -215,36 +214,6 @@ def test_a_step_that_cannot_be_traced_is_measured(tune_run: TuneRun, caplog: pyt
     assert probe["search"] == "predict (measured, no trace)"
     assert probe["batch_size"] == 20
     assert [m["batch_size"] for m in probe["measurements"]][:2] == [1, 4]
-
-
-@pytest.mark.serial
-def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
-    tune_run: TuneRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Dropout of attention has no fused kernel on the cpu. What is claimed to fit was run within the limit."""
-    caplog.set_level(logging.INFO, "adaptive_batching")
-    meter = CpuMeter()
-    meter.release()
-    common = ["dataset.split=train[:120]", "tokenizer.max_seq_len=512", "epochs=1", "batch_size=60"]
-    common.append("max_steps_per_epoch=1")
-    common += ["micro_batch_size=auto", f"adaptive_batching.memory_limit={meter.used_bytes() + 250 * 2**20}"]
-    [square] = events(tune_run("full", *common, "model.attn_dropout=0.1", name="square"), "probe")
-    points = [(512, square["batch_size"]), *((length, size) for length, size, _ in square["shorter"])]
-    assert all(peak <= square["budget_bytes"] for *_, peak in square["shorter"])
-    assert [length for length, _ in points] == [512, 256, 128, 64, 32][: len(points)]
-    tokens = [length * count for length, count in points]
-    assert len(tokens) >= 2
-    assert all(more > 1.05 * fewer for fewer, more in itertools.pairwise(tokens)), points
-    assert tokens[-1] > 1.5 * tokens[0]
-    probed = caplog.text.count("more tokens fit where samples are shorter")
-    assert probed in (len(points) - 1, len(points)), "the last may have been found not to be worth it"
-    [stored] = events(tune_run("full", *common, "model.attn_dropout=0.1", name="square"), "probe")
-    assert {**stored, "waited": square["waited"]} == square
-    assert stored["waited"] < square["waited"], "it is read, not run"
-
-    [linear] = events(tune_run("full", *common, name="linear"), "probe")
-    assert linear["shorter"] == []
-    assert caplog.text.count("more tokens fit where samples are shorter") == probed
 
 
 def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_of_use(

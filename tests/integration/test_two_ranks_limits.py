@@ -39,18 +39,6 @@ def test_ranks_explore_together(finished: Finished) -> None:
 
 
 @of_launch("memory")
-def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(
-    finished: Finished,
-) -> None:
-    [probe] = events(finished("square"), "probe")
-    assert probe["sequence_length"] == 512 and probe["batch_size"] < 32
-    (length, batch_size, peak), *_ = probe["shorter"]
-    assert length == 256
-    assert length * batch_size >= 1.1 * 512 * probe["batch_size"]
-    assert peak <= probe["budget_bytes"]
-
-
-@of_launch("memory")
 def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) -> None:
     limited, free = finished("real_limit"), finished("real_no_limit")
     assert limited.metrics[-1]["oom_retries"] >= 1

@@ -408,10 +408,6 @@ def runs_within_memory(run: Runner) -> None:
     """Settings of runs that probe or explore under a real limit."""
     run("full", "explored", "micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB", samples(48),
         "tokenizer.max_seq_len=256")  # fmt: skip
-    CpuMeter().release()
-    limit = f"adaptive_batching.memory_limit={CpuMeter().used_bytes() + 200 * MIB}"
-    run("full", "square", "micro_batch_size=auto", limit, "model.attn_dropout=0.1", "tokenizer.max_seq_len=512",
-        samples(64), "batch_size=32")  # fmt: skip
 
     limit_memory(300)
     run("full", "unequal_memory", *FEW, *PROBE, "max_steps_per_epoch=1", "adaptive_batching.memory_limit=4GiB")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._step.split import Capacity
 
 
 class Device:
@@ -23,8 +22,8 @@ class Device:
         self.failed: list[int] = []
         self.released = 0
 
-    def run(self, capacity: Capacity, **settings: Any) -> AutoBatcher:
-        rows = AutoBatcher(capacity, self.release, **settings)
+    def run(self, max_tokens: int, **settings: Any) -> AutoBatcher:
+        rows = AutoBatcher(max_tokens, self.release, **settings)
         assert rows.run(self.lengths, self.forward) == [f"row {row}" for row in range(len(self.lengths))]
         return rows
 
@@ -52,7 +51,7 @@ def test_each_row_runs_once_and_in_order(
     lengths: list[int], capacity: int, less_room: int, most: int | None, has_fitted: bool
 ) -> None:
     device = Device(lengths, max(2000 - less_room, lengths[0]))
-    rows = device.run(Capacity.of_tokens(capacity), most=most, has_fitted=has_fitted)
+    rows = device.run(capacity, most=most, has_fitted=has_fitted)
     assert [row for part in device.ran for row in part] == list(range(len(lengths)))
     assert all(len(part) * lengths[part[0]] <= max(capacity, lengths[part[0]]) for part in device.ran)
     assert all(len(part) <= (most or 60) for part in device.ran)
@@ -71,7 +70,7 @@ def test_parts_after_one_that_ran_out_of_memory(
     lengths: list[int], room: int, has_fitted: bool, failed: list[int], ran: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     device = Device(lengths, room)
-    device.run(Capacity(((lengths[0], 4 if lengths[0] == 100 else 16),)), has_fitted=has_fitted)
+    device.run(lengths[0] * (4 if lengths[0] == 100 else 16), has_fitted=has_fitted)
     assert device.failed == failed
     assert [len(part) for part in device.ran] == ran
     if has_fitted:
@@ -89,7 +88,7 @@ def test_parts_after_one_that_ran_out_of_memory(
 def test_what_does_not_fit_ends_the_run(recovers: bool, failed: list[int], message: str) -> None:
     device = Device([10] * 4, 9)
     with pytest.raises(DoesNotFitError, match=message):
-        device.run(Capacity(((10, 4),)), recovers=recovers)
+        device.run(40, recovers=recovers)
     assert device.failed == failed
 
 
@@ -98,4 +97,4 @@ def test_other_errors_are_raised_as_they_are() -> None:
         raise ZeroDivisionError(part)
 
     with pytest.raises(ZeroDivisionError):
-        AutoBatcher(Capacity(((1, 4),)), lambda: None).run([1] * 4, forward)
+        AutoBatcher(4, lambda: None).run([1] * 4, forward)

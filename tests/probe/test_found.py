@@ -54,7 +54,7 @@ def test_a_condition_that_has_changed_is_told_in_one_line_and_calls_for_another_
     ("given", "said"),
     [
         ({"upper": 7}, "it found 8, and now only 7 are of use"),
-        ({"available": 940}, "what it found takes 0.0 MiB, but only 0.0 MiB are left"),
+        ({"available": 890}, "what it found takes 0.0 MiB, but only 0.0 MiB are left"),
         ({"available": 2**22}, "it had 0.0 MiB, and now there are 4.0 MiB"),
         ({"found": dataclasses.replace(FOUND, upper=8, result=dataclasses.replace(RESULT, reason="8 samples"))},
          "it looked no further than 8, and now up to 64 are of use"),
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_keeps_what_fits_and_says_that_more_would(caplog: pyt
     assert again(FOUND, stays=True, available=2**22) == FOUND
     [line] = caplog.messages
     assert "about 16 would fit instead of 8; a run that goes on keeps its sizes" in line
-    assert again(FOUND, stays=True, available=940) is None and "only 0.0 MiB are left" in caplog.text
+    assert again(FOUND, stays=True, available=890) is None and "only 0.0 MiB are left" in caplog.text
 
 
 def probed(peak: Any, upper: int, budget: int, *, rounds: bool, predicts: bool) -> Found | None:

@@ -17,7 +17,7 @@ from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
-from adaptive_batching._step.split import Capacity, split_by_length
+from adaptive_batching._step.split import split_by_length
 from adaptive_batching._step.work import Part
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 from tests.support.toy_work import ToyWork
@@ -107,8 +107,8 @@ class OnDevice(ToyWork):
 
     def split(self, groups: Sequence[list[int]], max_tokens: int | None) -> Iterator[list[Part]]:
         [lengths] = groups
-        capacity = Capacity.of_tokens(min(self._max_tokens, max_tokens or self._max_tokens))
-        parts = [[lengths[index] for index in part] for part in split_by_length(lengths, capacity, 512)]
+        most = min(self._max_tokens, max_tokens or self._max_tokens)
+        parts = [[lengths[index] for index in part] for part in split_by_length(lengths, most, 512)]
         yield [Part(part, self.tokens(part)) for part in parts]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], None]]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
-    Capacity,
     Split,
     in_known_sizes,
     length_in_chunks,
     padded_tokens,
+    samples_within,
     split_by_length,
     split_end_to_end,
     split_in_order,
@@ -48,13 +48,13 @@ def in_order_within(lengths: list[int], max_tokens: int) -> Split:
 def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_samples(
     lengths: list[int], max_tokens: int, forward_cost: float
 ) -> None:
-    split = split_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
+    split = split_by_length(lengths, max_tokens, forward_cost)
     assert sorted(index for micro_batch in split for index in micro_batch) == list(range(len(lengths)))
     for micro_batch, count in zip(split, tokens(split, lengths), strict=True):
         assert count <= max_tokens or len(micro_batch) == 1
     in_order = in_order_within(lengths, max_tokens)
     assert cost(split, lengths, forward_cost) <= cost(in_order, lengths, forward_cost)
-    least_padding = split_by_length(lengths, Capacity.of_tokens(max_tokens))
+    least_padding = split_by_length(lengths, max_tokens)
     assert sum(tokens(least_padding, lengths)) <= sum(tokens(in_order, lengths))
 
 
@@ -73,30 +73,8 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_co
         for split in every_split
         if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(split, lengths), split, strict=True))
     ]
-    found = split_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
+    found = split_by_length(lengths, max_tokens, forward_cost)
     assert cost(found, lengths, forward_cost) == min(cost(split, lengths, forward_cost) for split in allowed)
-
-
-@settings(max_examples=200, deadline=None)
-@given(lengths_of_samples, st.integers(1, 8), st.lists(st.floats(1, 4), max_size=3))
-def test_short_samples_may_take_more_tokens_where_they_were_found_to_fit(
-    lengths: list[int], most: int, gains: list[float]
-) -> None:
-    points = [(600, most)]
-    for gain in gains:  # as where attention takes memory by the square of the length
-        length, count = points[-1]
-        points.append((length // 2, int(2 * count * gain)))
-    capacity = Capacity(tuple(points))
-    assert all(capacity.samples(length) == count for length, count in points[-1:])
-    assert all(capacity.samples(length) >= count for length, count in points)
-    split = split_by_length(lengths, capacity)
-    assert sorted(index for micro_batch in split for index in micro_batch) == list(range(len(lengths)))
-    for micro_batch in split:
-        longest = max(lengths[i] for i in micro_batch)
-        # some point is as long and has at least as many tokens
-        fits = any(at >= longest and len(micro_batch) * longest <= at * count for at, count in points)
-        assert fits or len(micro_batch) == 1
-    assert len(split_by_length([40] * 64, capacity)) <= len(split_by_length([40] * 64, Capacity(((600, most),))))
 
 
 @settings(max_examples=300, deadline=None)
@@ -114,18 +92,15 @@ def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[
 
 
 def test_cuts_of_a_few_samples() -> None:
-    capacity = Capacity(((400, 3), (200, 10)))
-    assert [capacity.samples(n) for n in (2000, 600, 401, 400, 201, 200, 100)] == [1, 2, 2, 3, 5, 10, 20]
-    assert [len(m) for m in split_by_length([10] * 9, Capacity.of_tokens(30))] == [3, 3, 3]
-    assert [len(m) for m in split_by_length([10] * 10, Capacity.of_tokens(70), forward_cost=20)] == [5, 5]
-    assert split_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]], (
-        "longest first"
-    )
+    assert [samples_within(1200, n) for n in (2000, 600, 401, 400, 100)] == [1, 2, 2, 3, 12]
+    assert [len(m) for m in split_by_length([10] * 9, 30)] == [3, 3, 3]
+    assert [len(m) for m in split_by_length([10] * 10, 70, forward_cost=20)] == [5, 5]
+    assert split_by_length([5, 100, 6, 90], 200, forward_cost=50) == [[3, 1], [0, 2]], "longest first"
     assert split_end_to_end([5, 100, 6, 90], 110) == [[3, 2, 0], [1]]
     assert split_end_to_end([5, 200, 6, 90], 100) == [[1], [3], [2, 0]]
     assert split_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
     for forward_cost, parts in ((0, 4), (1000, 1)):
-        assert len(split_by_length([10, 20, 30, 40], Capacity.of_tokens(1000), forward_cost)) == parts
+        assert len(split_by_length([10, 20, 30, 40], 1000, forward_cost)) == parts
 
 
 @given(st.integers(1, 400), st.integers(0, 20))

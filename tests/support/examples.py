@@ -13,5 +13,5 @@ STATE = GrowthState(
 RESULT = ProbeResult(
     batch_size=8, reason="memory", budget_bytes=1000, total_bytes=2000, search="predict", seconds=1.5,
     measurements=[Measurement(2, True, 300, 0.1), Measurement(8, True, 900, 0.2), Measurement(16, False, None, 0.3)],
-    predicted=[(2, 300), (8, 900), (16, 2**21)], shorter=[(32, 20, 800), (16, 45, 950)],
+    predicted=[(2, 300), (8, 900), (16, 2**21)],
 )  # fmt: skip

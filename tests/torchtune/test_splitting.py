@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.split import Capacity, length_in_chunks
+from adaptive_batching._step.split import length_in_chunks
 from adaptive_batching._torchtune.stock.host import OptimizersInBackward
 from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.train import splitting
@@ -23,7 +23,7 @@ def of_length(length: int, label: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def split(
-    samples: list[dict[str, Any]], capacity: Capacity, objective: NextToken | None = None, failed: int | None = None
+    samples: list[dict[str, Any]], capacity: int, objective: NextToken | None = None, failed: int | None = None
 ) -> list[list[dict[str, Any]]]:
     limit = TokenLimit()
     if failed is not None:
@@ -35,13 +35,13 @@ def split(
 def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
     samples = [of_length(n, encoder_input={"images": [torch.ones(2)]}) for n in (5, 900, 7, 40, 3, 300, 10)]
     assert [next_token().size(sample) for sample in samples] == [1] * 7
-    assert [len(part) for part in split(samples, Capacity(((1, 4),)))] == [4, 3]
-    assert [len(part) for part in split(samples, Capacity(((1, 4),)), failed=4)] == [2, 2, 2, 1]
+    assert [len(part) for part in split(samples, 4)] == [4, 3]
+    assert [len(part) for part in split(samples, 4, failed=4)] == [2, 2, 2, 1]
 
 
 def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
     """Its loss is 0/0 however it runs; it must not run out of memory for ever."""
-    [part] = split([of_length(10, -100)] * 8, Capacity.of_tokens(1000), failed=80)
+    [part] = split([of_length(10, -100)] * 8, 1000, failed=80)
     assert len(part) == 4
 
 
@@ -60,7 +60,7 @@ def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
 
 def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
     samples = [of_length(10, label) for label in (-100, 1, 1, 1)]
-    splitter = Splitter(host(), SplitPolicy(ByLength(), Capacity.of_tokens(1000)))
+    splitter = Splitter(host(), SplitPolicy(ByLength(), 1000))
     first, others = splitter.split_apart([samples], 1)
     assert first == []
     assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, None)]
@@ -70,7 +70,7 @@ def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     """As where short forwards would gather a sharded output layer less often than others."""
     in_chunks = next_token(num_chunks=8)
     in_chunks.equalize_collectives()
-    parts = split([of_length(n) for n in (2, 3, 4, 5, 9)], Capacity.of_tokens(16), in_chunks)
+    parts = split([of_length(n) for n in (2, 3, 4, 5, 9)], 16, in_chunks)
     assert len(parts) == 3
     for part in parts:
         assert len(part) * max(length_in_chunks(len(sample["tokens"]), 8) for sample in part) <= 16

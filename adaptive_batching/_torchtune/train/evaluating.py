@@ -21,7 +21,6 @@ from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
 from adaptive_batching._probe.find import ProbeRequest, find_largest
-from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
 from adaptive_batching._trace.training import TrainingStep
@@ -178,7 +177,7 @@ class BatchesThatFit:
             return False, []
         if not isinstance(self._batch_size, int):
             return True, run()
-        outcome = AutoBatcher(Capacity.of_tokens(1), self._discard).run_once(run)
+        outcome = AutoBatcher(1, self._discard).run_once(run)
         if not outcome.failed:
             return True, outcome.results[0]
         if not self.settings.recover_from_oom:
@@ -220,7 +219,7 @@ class BatchesThatFit:
         remedy = f"set max_seq_length below {self.max_length}"
         if not settings.enabled:
             assert isinstance(self._batch_size, int)
-            fits = Capacity(((longest, self._batch_size),))
+            fits = longest * self._batch_size
             return AutoBatcher(fits, self._discard, most=self._batch_size, remedy=remedy)
         upper, reason = len(lengths), f"the {len(lengths)} rows of these requests"
         if settings.max_batch_size is not None and settings.max_batch_size <= upper:
@@ -242,7 +241,7 @@ class BatchesThatFit:
                 upper, reason, coarse=True, remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")]
             ),
         )
-        fits, most = Capacity(((longest, result.batch_size),)), settings.max_batch_size
+        fits, most = longest * result.batch_size, settings.max_batch_size
         recovers = settings.recover_from_oom
         return AutoBatcher(fits, self._discard, most=most, has_fitted=True, recovers=recovers, remedy=remedy)
 

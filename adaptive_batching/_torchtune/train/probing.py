@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,13 @@ from adaptive_batching._probe.found import (
 from adaptive_batching._probe.sizes import ProbeResult, rounded_down
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.forward_cost import ForwardTimes
-from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
 from adaptive_batching._torchtune.stock.stand_ins import without_kernels
 from adaptive_batching._torchtune.train.training_step import remedies, training_step
-from adaptive_batching._trace.trace import trace_peak_memory
-from adaptive_batching._trace.traced_step import TraceError
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import (
-    ByLength,
     ConfigError,
-    Explore,
     Fixed,
     MemoryAmount,
     MicroBatchSize,
@@ -57,8 +50,6 @@ from adaptive_batching._values import (
 
 log = logging.getLogger(__name__)
 
-# Gain in tokens from which a probe at shorter samples is worth its training steps.
-WORTH_PROBING = 1.1
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
 _TO_READ = 32  # samples by which the mean length is estimated
@@ -107,7 +98,8 @@ class Probed:
     maximum: int
     reason: str  # the bound that gives the maximum, for messages
     micro_batch_size: MicroBatchSize  # as asked for, or smaller if that does not fit
-    capacity: Capacity | None = None  # samples that fit in a forward, where that bounds micro-batches
+    capacity: int | None = None  # padded tokens that fit in a forward, where that bounds micro-batches
+    samples_at_longest: int | None = None  # that are as many tokens
     tokens: int = 0  # padded ones of the largest forward that the probe has seen to fit
     found: Found | None = None  # by the probe, if one was needed
 
@@ -147,37 +139,29 @@ class Probe:
     def probed(self, found: Found) -> Probed:
         """Return what the run makes of what was ``found``."""
         settings, tokens, result = self.settings, self.host.objective.size(self.sample), found.result
-        capacity = None
-        if settings.fills_memory:
-            shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
-            capacity = Capacity(((tokens, found.samples), *shorter))
         seen = result.batch_size * tokens
-        probed = Probed(result.batch_size, result.bound, settings.micro_batch_size, capacity, seen, found)
+        probed = Probed(result.batch_size, result.bound, settings.micro_batch_size, tokens=seen, found=found)
+        if settings.fills_memory:
+            probed = replace(probed, capacity=found.samples * tokens, samples_at_longest=found.samples)
         return settled(settings, probed, self.upper, self.reason)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
         in_parts = accumulates(host, self.run, settings, measures_noise=self.cache_inputs.measures_noise)
         times = ForwardTimes(self._samples_left())
-        step = partial(training_step, host, accumulates=in_parts, note=times.note)
-        # How much of what fits is best used is another question.
-        shorter = ProbeRequest(
-            self.upper, self.reason, coarse=settings.fills_memory, ranks=host.ranks, scratch=self.folder
-        )
-        question = replace(
-            shorter,
+        question = ProbeRequest(
+            self.upper,
+            self.reason,
             include=self._include,
+            coarse=settings.fills_memory,  # how much of what fits is best used is another question
             # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
             times=times if settings.only_splits else None,
+            ranks=host.ranks,
             remedies=lambda: remedies(host, sample, self.cache_inputs.make_optimizers, accumulates=in_parts),
+            scratch=self.folder,
         )
-        result = find_largest(step(sample), settings, meter, question)
-        lengths_vary = not is_packed(host.loader.dataset) and host.objective.is_text(sample)
-        by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
-        if by_length and lengths_vary and settings.search == "predict" and result.enough is None:
-            find = partial(find_largest, config=settings, meter=meter, question=shorter)
-            result = replace(result, shorter=self._at_shorter_lengths(result, step, find))
-        return result
+        step = training_step(host, sample, accumulates=in_parts, note=times.note)
+        return find_largest(step, settings, meter, question)
 
     def _samples_left(self) -> float:
         """Return how many copies of the sample have as many tokens as the run has left on a device."""
@@ -191,31 +175,6 @@ class Probe:
     def _samples_of_epoch(self) -> int:
         samples, most = self.host.samples_per_rank, self.run.max_steps_per_epoch
         return samples if most is None else min(samples, most * self.run.window)
-
-    def _at_shorter_lengths(
-        self, result: ProbeResult, step: Callable[[Sample], TrainingStep], find: Callable[[TrainingStep], ProbeResult]
-    ) -> list[tuple[int, int, int]]:
-        """Return (tokens, batch size, peak bytes) at half the length and its halves, while more tokens fit there.
-
-        They do where attention takes memory by the square of the length. The trace tells whether it does, and real
-        steps whether the trace is right: the device may have a kernel that the trace does not know.
-        """
-        found: list[tuple[int, int, int]] = []
-        host, sample, length = self.host, self.sample, self._length
-        while length >= 4:
-            tokens, shorter = result.batch_size * length, length // 2
-            half = host.objective.stretch(sample, shorter)
-            if half is None or tokens >= self.upper * shorter:
-                break  # all that there are fit
-            if not host.ranks.all(_token_gain(step(sample), step(half), result.batch_size) > WORTH_PROBING):
-                break
-            sample, length = half, shorter
-            log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
-            result = find(step(sample))
-            if result.batch_size * length < WORTH_PROBING * tokens:
-                break
-            found.append((length, result.batch_size, result.peak_bytes))
-        return found
 
 
 def find_maximum(
@@ -274,21 +233,6 @@ def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, 
     """Return True if a forward and backward can run while the gradients of another are held."""
     in_parts = measures_noise and host.num_replicas == 1  # in two at least
     return run.accumulation > 1 or settings.runs_in_parts or in_parts
-
-
-def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) -> float:
-    """Predicted token capacity at half length, relative to full length, from the rise of memory with the batch size.
-
-    Both rises are of what traces have in use: a measured one would add its noise to one of them alone.
-    """
-    try:
-        curve, half_curve = trace_peak_memory(step), trace_peak_memory(half_step)
-    except TraceError as error:
-        log.debug("whether more short samples fit cannot be predicted: %s", error)
-        return 1.0
-    rise = curve.peak_bytes(batch_size + 1) - curve.peak_bytes(batch_size)
-    half_rise = half_curve.peak_bytes(2 * batch_size + 2) - half_curve.peak_bytes(2 * batch_size)
-    return rise / half_rise if half_rise > 0 else 1.0
 
 
 def found_in(stored: Mapping[str, Any]) -> Found | None:

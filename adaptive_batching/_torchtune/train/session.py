@@ -110,7 +110,7 @@ class Session:
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
-        split_policy.capacity = probed.capacity
+        split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.samples_at_longest
         if isinstance(probed.micro_batch_size, Explore):
             split_policy.size = chosen = settle_micro_batch_size(host, run, controller, split_policy, stored, report)
             self._explored = str(chosen) if isinstance(chosen, ByLength) else int(str(chosen))

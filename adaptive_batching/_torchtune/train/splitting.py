@@ -14,9 +14,9 @@ import torch
 from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
-    Capacity,
     in_known_sizes,
     padded_tokens,
+    samples_within,
     split_by_length,
     split_in_order,
 )
@@ -53,7 +53,8 @@ class SplitPolicy:
     """The way in which batches are split, and what has been learned about it while training."""
 
     size: SplitSize = field(default_factory=Whole)
-    capacity: Capacity | None = None  # of a forward, where memory bounds it; multimodal samples count as one token each
+    capacity: int | None = None  # padded tokens of a forward, where memory bounds it; a multimodal sample is one token
+    samples_at_longest: int | None = None  # that are as many tokens
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
     is_stock: bool = True  # batches are not split while all fits, so that ranks need not agree
@@ -63,7 +64,7 @@ class SplitPolicy:
         """Most samples of the longest length in a forward; None for a whole batch."""
         if isinstance(self.size, Fixed):
             return self.size.samples
-        return None if self.capacity is None else self.capacity.points[0][1]
+        return self.samples_at_longest
 
 
 class Splitter:
@@ -126,7 +127,7 @@ class Splitter:
         split_policy = self._split_policy
         if isinstance(split_policy.size, ByLength):
             assert split_policy.capacity is not None, "split by length without a probe"
-            cost = min(split_policy.cost.in_tokens(FIRST_FORWARD_COST), split_policy.capacity.tokens)
+            cost = min(split_policy.cost.in_tokens(FIRST_FORWARD_COST), split_policy.capacity)
             split = split_by_length(self._sizes(batch), split_policy.capacity, cost)
         else:
             split = split_in_order(len(batch), split_policy.most_samples or len(batch))
@@ -142,11 +143,10 @@ class Splitter:
         lengths = self._sizes(part)
         if padded_tokens(lengths) <= max_tokens:
             return [part]
-        capacity = Capacity.of_tokens(max_tokens)
         if in_order:
-            split = split_in_order(len(part), capacity.samples(max(lengths)))
+            split = split_in_order(len(part), samples_within(max_tokens, max(lengths)))
         else:  # what a forward costs is not known here; a high price keeps their number low
-            split = split_by_length(lengths, capacity, forward_cost=max_tokens)
+            split = split_by_length(lengths, max_tokens, forward_cost=max_tokens)
         return [[part[i] for i in indices] for indices in split]
 
     def _of_few_sizes(self, parts: list[list[Sample]], known: set[int]) -> list[list[Sample]]:

@@ -27,7 +27,6 @@ from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
-from adaptive_batching._step.split import Capacity
 from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
@@ -169,8 +168,8 @@ class Validation:
         split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:
             # A forward alone takes less memory than a training step, so that it needs no probe of its own.
-            split_policy.size, split_policy.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
-            tokens = split_policy.capacity.tokens
+            split_policy.size, split_policy.capacity = ByLength(), probed.tokens
+            tokens = probed.tokens
         self._logs_peak_memory = run.logs_peak_memory
         self._peaks: dict[str, float] = {}
         self._runner = StepRunner(
