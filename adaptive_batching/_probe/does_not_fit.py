@@ -1,31 +1,26 @@
-"""How much memory training may take, and what would help where not even a batch of one sample fits in that."""
+"""How much memory training may take, and what to say where not even a batch of one sample fits in that."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, allocator_advice, memory_meter
 from adaptive_batching._probe.sizes import NOISE, Measurement
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._trace.bits_and_bytes import move_to_host
-from adaptive_batching._trace.trace import trace_peak_memory
-from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)
 
 
 class DoesNotFitError(AdaptiveBatchingError, RuntimeError):
-    """Raised if training does not fit in memory, from the start or at a later step. The message lists remedies."""
+    """Raised if training does not fit in memory, from the start or at a later step. The message names a remedy."""
 
     @classmethod
     def even_of_few(cls, less_memory: str) -> DoesNotFitError:
@@ -106,62 +101,22 @@ def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> 
     )
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change of settings that could make a batch of one fit."""
-
-    setting: str
-    step: TrainingStep | None = None  # with that setting, for tracing; None if a trace cannot predict the effect
-    change: Callable[[nn.Module], None] | None = None  # applied to the traced copy of the step's model
-    saves_bytes: int = 0  # that the trace does not show
-
-    def peak_bytes(self) -> int | None:
-        """Return the predicted peak of a batch of one; None if it cannot be predicted."""
-        if self.step is None:
-            return None
-        try:
-            return trace_peak_memory(self.step, self.change).peak_bytes(1) - self.saves_bytes
-        except TraceError as error:
-            log.debug("%s cannot be predicted: %s", self.setting, error)
-            return None
-
-
 def explain(
-    device: torch.device,
-    budget: int,
-    measurements: Sequence[Measurement],
-    remedies: Callable[[], Sequence[Remedy]],
-    curve: PeakMemoryCurve | None,
-    level: float,
+    device: torch.device, budget: int, measurements: Sequence[Measurement], predicted: float | None, remedy: str
 ) -> str:
-    """Return why a batch of one does not fit and what would help, with predictions corrected by measurements.
-
-    ``level`` is the bytes in use on the device in addition to the predicted ones.
-    """
+    """Return why a batch of one does not fit, and what to do; ``predicted`` includes the bytes in use already."""
     message = f"a batch of one sample does not fit in {memory_size(budget)}"
     measured = next((m.peak_bytes for m in measurements if m.batch_size == 1), None)
-    predicted = 0.0 if curve is None else curve.peak_bytes(1) + level
     if measured is not None:
         message += f": it took {memory_size(measured)}, {memory_size(max(measured - budget, 0))} too much"
-        level += measured - predicted
-    elif curve is not None and predicted > budget:
+    elif predicted is not None and predicted > budget:
         message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} too much"
-    elif curve is not None:
-        # The step needs more than the budget, so the prediction is too low by at least the difference.
+    elif predicted is not None:
         message += f": it ran out of memory, though only about {memory_size(predicted)} was predicted"
-        level += budget - predicted
-    lines = []
-    for remedy in remedies():
-        predicted_with = remedy.peak_bytes()
-        if predicted_with is None or curve is None:
-            lines.append(f"  {remedy.setting} (not predicted)")
-            continue
-        needed = predicted_with + level
-        verdict = "would fit" if needed < budget else f"still {memory_size(needed - budget)} too much"
-        lines.append(f"  {remedy.setting}: about {memory_size(needed)}, {verdict}")
+    ways = [remedy] if remedy else []
     if (advice := allocator_advice(device)) is not None:
-        lines.append(f"  the environment variable {advice} (not predicted)")
-    return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
+        ways.append(f"set the environment variable {advice}")
+    return "; ".join([message, *ways, "or raise adaptive_batching.memory_limit, if set"])
 
 
 def unexplained(budget: int, measurements: Sequence[Measurement], predicted: float, failure: str) -> str | None:

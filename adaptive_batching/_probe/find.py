@@ -20,7 +20,6 @@ from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, l
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
-    Remedy,
     explain,
     memory_available,
     memory_budget,
@@ -56,7 +55,7 @@ class ProbeRequest:
     # Noted by the step. With search="predict", look no further than is of use by those of the two smallest sizes.
     times: StepTimes | None = None
     ranks: Ranks = ALONE  # that run the step together, each on its own device; the answer fits on every one
-    remedies: Callable[[], Sequence[Remedy]] = tuple  # returns what to suggest if a batch of one does not fit
+    remedy: str = ""  # what to do if a batch of one does not fit, such as "set ..."
     scratch: Path | None = None  # for saved weights and states if the folder for temporary files has no room
 
 
@@ -194,6 +193,7 @@ class _Search:
         """Explain that the optimizer states, or a single sample, do not fit."""
         step, meter, sizes = self._step, self._meter, self.sizes
         limit, measured = (self.own_budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
+        predicted = None
         try:
             if self.traced is None and not self._cannot_be_traced:
                 self.traced = _trace(step)
@@ -201,19 +201,16 @@ class _Search:
                 states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
                 known = [*step.model.parameters(), *step.model.buffers(), *states]
                 self._level = meter.used_bytes() - sum(v.nbytes for v in known if isinstance(v, torch.Tensor))
-            curve = None if self.traced is None else self.traced.curve
-            if curve is not None:
-                predicted = curve.peak_bytes(1) + self._level
-                if (answer := unexplained(limit, measured, predicted, self._trial.failure)) is not None:
-                    return answer
-            return explain(meter.device, limit, measured, self._question.remedies, curve, self._level)
+            if self.traced is not None:
+                predicted = self.traced.curve.peak_bytes(1) + self._level
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error):  # else too little is left to trace in
                 raise
-        size = memory_size(limit)
-        return (
-            f"a batch of one sample does not fit in {size}, and too little memory is left to work out what would help"
-        )
+        if predicted is not None:
+            answer = unexplained(limit, measured, predicted, self._trial.failure)
+            if answer is not None:
+                return answer
+        return explain(meter.device, limit, measured, predicted, self._question.remedy)
 
     def predicted(self, sizes: SizesRun) -> list[tuple[int, int]]:
         """Return points around the sizes that ran, of the curve by which the search decided."""

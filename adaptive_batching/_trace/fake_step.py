@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,7 @@ from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
-def record(
-    step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None, device: torch.device
-) -> StepRecord:
+def record(step: TrainingStep, batch: Any, device: torch.device) -> StepRecord:
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
@@ -45,8 +43,6 @@ def record(
         kept, on_host = list(model.parameters()), False
     for optimizer, original in zip(optimizers, stepped, strict=True):
         _complete(optimizer, original)
-    if change is not None:
-        change(model)
     with fake:
         run = step.bind(model, optimizers)
         earlier, batch = (

@@ -13,7 +13,7 @@ backward pass over fake CUDA tensors would abort it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,39 +27,37 @@ from adaptive_batching._trace.training import TrainingStep, models_of
 
 log = logging.getLogger(__name__)
 
-Change = Callable[[nn.Module], None]
 
-
-def trace_peak_memory(step: TrainingStep, change: Change | None = None) -> PeakMemoryCurve:
+def trace_peak_memory(step: TrainingStep) -> PeakMemoryCurve:
     """Trace ``step`` at two batch sizes, leaving model, optimizers and random state unchanged.
 
-    Optimizer states need not exist yet. To predict the effect of a ``change``, it is applied to the fake copy of the
-    model. If an operation has no fake implementation or depends on the data, raise TraceError.
+    Optimizer states need not exist yet. If an operation has no fake implementation or depends on the data, raise
+    TraceError.
     """
-    return trace_step(step, change).curve
+    return trace_step(step).curve
 
 
-def trace_step(step: TrainingStep, change: Change | None = None) -> TracedStep:
+def trace_step(step: TrainingStep) -> TracedStep:
     """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say."""
     # A loss that keeps what it has computed would keep fake tensors.
     around, random_state = Snapshot([step.model, *step.owners], copies="nowhere"), RandomState(torch.device("cpu"))
     try:
         with without_hooks(step.optimizers):
-            return _trace_step(step, change)
+            return _trace_step(step)
     finally:
         around.put_back()
         random_state.put_back()
 
 
-def _trace_step(step: TrainingStep, change: Change | None) -> TracedStep:
+def _trace_step(step: TrainingStep) -> TracedStep:
     device = _device_of_trace(step.model)
     try:
-        records = [_record_at(size, step, change, device) for size in TRACED_SIZES]
+        records = [_record_at(size, step, device) for size in TRACED_SIZES]
     except TraceError as error:
         if device.type == "cpu":
             raise
         log.debug("tracing again on the CPU, because on %s: %s", device, error)
-        records = [_record_at(size, step, change, torch.device("cpu")) for size in TRACED_SIZES]
+        records = [_record_at(size, step, torch.device("cpu")) for size in TRACED_SIZES]
     try:
         return TracedStep(*records)
     except TraceError:
@@ -89,13 +87,13 @@ def _unlogged() -> Iterator[None]:
         logger.disabled = before
 
 
-def _record_at(size: int, step: TrainingStep, change: Change | None, device: torch.device) -> StepRecord:
+def _record_at(size: int, step: TrainingStep, device: torch.device) -> StepRecord:
     try:
         # The first trace imports it: it stands on private names of torch, and one that is gone ends no more than that.
         from adaptive_batching._trace import fake_step
 
         with torch.compiler.set_stance("force_eager"), _unlogged():
-            return fake_step.record(step, step.make_batch(size), change, device)
+            return fake_step.record(step, step.make_batch(size), device)
     except Exception as error:  # third-party operations may raise anything under fake tensors
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error

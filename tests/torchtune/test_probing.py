@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torchtune
 from omegaconf import OmegaConf
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._probe.found import settings_of_memory
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.train.probing import CacheInputs
 from adaptive_batching._torchtune.train.settings import read_settings
-from adaptive_batching._trace.bits_and_bytes import paged_bytes
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
 
@@ -83,18 +79,3 @@ def test_trials_are_worth_what_the_rest_of_the_run_gains_by_them(samples_left: i
     times.note(2, 0.050)
     # Three steps of two forwards of 0.013 + 33 x 0.02 s, 4.0 s; for each sample left, 0.013 x (1/2 - 1/33) s.
     assert times.is_worth(2, 33) == is_worth
-
-
-def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels() -> None:
-    """What would help where nothing fits is traced with optimizers of the config, on tensors without an address."""
-    cfg = OmegaConf.load(STOCK)
-    cfg.optimizer = {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-3}
-    with FakeTensorMode():
-        weight = nn.Parameter(torch.ones(400, 400))
-        [optimizer] = CacheInputs(cfg).make_optimizers([[weight]])
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert paged_bytes(optimizer) == 2 * 400 * 400
-    states = optimizer.state[weight].values()
-    assert sum(value.nbytes for value in states if isinstance(value, torch.Tensor)) == 2 * 4 * 400 * 400 // 256

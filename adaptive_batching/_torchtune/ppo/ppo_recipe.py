@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.controller import Accumulation, InParts
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
-from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
@@ -187,15 +186,13 @@ class PPOSession(Session):
     ) -> ProbeResult:
         """Find the most trajectories that fit in a forward while those of the largest batch are held."""
         log.info("probing rollouts of these lengths")
-        remedies = [
-            Remedy(f"max_generated_tokens below {self.stock.max_generated_tokens}"),
-            Remedy(f"tokenizer.max_seq_len below {prompt_tokens}"),
-        ]
+        remedy = (
+            f"set max_generated_tokens below {self.stock.max_generated_tokens}, or tokenizer.max_seq_len below "
+            f"{prompt_tokens}"
+        )
 
         def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
-            question = ProbeRequest(
-                most_rows, "the largest batch", coarse=True, remedies=lambda: remedies, scratch=folder
-            )
+            question = ProbeRequest(most_rows, "the largest batch", coarse=True, remedy=remedy, scratch=folder)
             settings = replace(settings, round_to_power_of_two=False)  # rows of a forward are no size of training
             return find_largest(step, settings, meter, question)
 

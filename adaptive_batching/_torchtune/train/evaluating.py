@@ -19,7 +19,7 @@ from tqdm import tqdm
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
-from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
+from adaptive_batching._probe.does_not_fit import DoesNotFitError, within_memory_limit
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
@@ -237,9 +237,7 @@ class BatchesThatFit:
             TrainingStep(self.model, [], range, lambda *_: run, self._discard, can_be_traced=False),
             replace(settings, round_to_power_of_two=False),  # which the results do not depend on
             meter,
-            ProbeRequest(
-                upper, reason, coarse=True, remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")]
-            ),
+            ProbeRequest(upper, reason, coarse=True, remedy=remedy),
         )
         fits, most = longest * result.batch_size, settings.max_batch_size
         recovers = settings.recover_from_oom

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
-from torch.optim import Optimizer
-from torchtune import config
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
@@ -37,8 +34,8 @@ from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
-from adaptive_batching._torchtune.stock.stand_ins import without_kernels
-from adaptive_batching._torchtune.train.training_step import remedies, training_step
+from adaptive_batching._torchtune.train.splitting import remedy
+from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._values import (
     ConfigError,
     Fixed,
@@ -84,11 +81,6 @@ class CacheInputs:
         found = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
         found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
         return masked(found)  # type: ignore[no-any-return]
-
-    def make_optimizers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Optimizer]:
-        """Return an optimizer for each group of parameters, as the config has it, for a trace."""
-        traced = without_kernels(self.cfg.optimizer)
-        return [config.instantiate(traced, list(group)) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ class Probe:
             # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
             times=times if settings.only_splits else None,
             ranks=host.ranks,
-            remedies=lambda: remedies(host, sample, self.cache_inputs.make_optimizers, accumulates=in_parts),
+            remedy=f"set {remedy(host)}",
             scratch=self.folder,
         )
         step = training_step(host, sample, accumulates=in_parts, note=times.note)

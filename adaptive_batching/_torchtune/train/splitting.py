@@ -256,4 +256,6 @@ def remedy(host: Host) -> str:
         setting = "enable_activation_offloading=True"
     else:
         setting = "a model with quantized weights, as in QLoRA" if "lora" in ways else "a smaller model"
+    if not ways:
+        return setting  # PPO, which `plan` does not know
     return f"{setting}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"

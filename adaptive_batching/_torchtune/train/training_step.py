@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
-from torchtune import modules, training
 
-from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from adaptive_batching._torchtune.stock import compiling
@@ -27,10 +25,6 @@ from adaptive_batching._torchtune.train.gradients import apply_gradients, forwar
 from adaptive_batching._torchtune.train.recipe_work import run_once
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
-_NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
-
-# Groups of parameters -> an optimizer for each, as the config has it
-MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer]]
 Note = Callable[[int, float], None]
 
 
@@ -89,43 +83,6 @@ def training_step(
     )  # fmt: skip
 
 
-def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
-    """Return settings that are not used yet and could make a batch of one sample fit."""
-    step = training_step(host, sample, accumulates=accumulates)
-    found = []
-    if not host.checkpoints_activations:
-        layers = {modules.TransformerSelfAttentionLayer}
-        checkpoint = partial(training.set_activation_checkpointing, auto_wrap_policy=layers)
-        found.append(Remedy("enable_activation_checkpointing=True", step, checkpoint))
-    ways = host.objective.saves_memory_by
-    if "offloading" in ways and not host.offloads_activations and host.device.type == "cuda":
-        found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
-    weights = [p for p in host.model.parameters() if p.dim() > 1]
-    trains_all = all(p.requires_grad for p in weights)
-    quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
-    if trains_all:
-        if not host.steps_in_backward and not accumulates:
-            changed = replace(host, backward_optimizers=OptimizersInBackward(), clip_norm=None)
-            in_backward = _with_optimizers(step, changed, lambda trained: make_optimizers([[p] for p in trained]))
-            with_it = "" if host.clip_norm is None else " (with clip_grad_norm=null)"
-            found.append(Remedy(f"optimizer_in_bwd=True{with_it}", in_backward))
-        if "lora" in ways:
-            lora = _with_optimizers(
-                step, replace(host, backward_optimizers=None), lambda trained: make_optimizers([trained])
-            )
-            found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
-            found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
-    elif not any("NF4" in type(p).__name__ for p in weights):
-        found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
-    length = len(host.objective.tokens(sample))
-    for shorter in (length // 2, length // 4):
-        stretched = host.objective.stretch(sample, shorter) if shorter > 1 else None
-        if stretched is not None:
-            shorter_step = training_step(host, stretched, accumulates=accumulates)
-            found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
-    return found
-
-
 def batch_dependent_module(host: Host) -> str | None:
     """Name a part of the loss or of the model that computes over the batch dimension, or return None."""
     if (part := host.objective.batch_dependent_part()) is not None:
@@ -182,25 +139,3 @@ def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
     Without it attention is causal, in a fused kernel that keeps as much for the backward pass.
     """
     return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
-
-
-def _freeze_weights(model: nn.Module) -> None:
-    """Do roughly what LoRA does to memory: freeze matrices, train little else."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.dim() == 1)
-
-
-def _with_optimizers(
-    step: TrainingStep, host: Host, make: Callable[[list[nn.Parameter]], Sequence[Optimizer]]
-) -> TrainingStep:
-    """Return ``step`` as ``host`` has it, with optimizers that ``make`` returns of what the copied model trains."""
-
-    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
-        target = _stand_in(host, model, make([p for p in model.parameters() if p.requires_grad]))
-
-        def run(batch: dict[str, Any]) -> None:
-            apply_gradients(target, forward_backward(target, without_block_mask(batch)))
-
-        return run
-
-    return replace(step, optimizers=[], bind=bind)
