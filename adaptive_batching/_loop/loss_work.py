@@ -81,7 +81,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
                 f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its parts "
                 "do not add up; set max_tokens=None and a smaller batch size"
             )
-        yield [self._part(part, self.divisor(len(parts))) for part in parts]
+        yield [self._part(part, self._divisor(len(parts))) for part in parts]
 
     def _lists(self, samples: list[Sample], max_tokens: int | None) -> list[list[Sample]]:
         """Return ``samples`` in lists that are expected to fit, the longest first."""
@@ -96,7 +96,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         split = split_by_length(lengths, min(limits), forward_cost)
         return [[samples[index] for index in part] for part in split]
 
-    def divisor(self, num_parts: int) -> float | None:
+    def _divisor(self, num_parts: int) -> float | None:
         """Return what the losses of so many parts are divided by, on their way to the gradient."""
         ranks = self._parallel.ranks.size
         return None if num_parts == ranks == 1 else self._num_samples / ranks

@@ -235,7 +235,8 @@ class StepRunner(Generic[Samples, P, R]):
         """End what can run again, which stands now; return the parts that have run, and their results."""
         if self._recovers and self._work.state is not None:
             self._work.state.end()
-        return self.done
+        done, self.done = self.done, []
+        return done
 
     def end(self) -> list[tuple[P, R]]:
         """End the step, as :meth:`keep` does, and let the limit rise if it was a clean one."""
@@ -243,7 +244,7 @@ class StepRunner(Generic[Samples, P, R]):
             self.limit.note_clean_step()
         self._shrank = self._retried = False
         self._tokens_retried = 0
-        self.keep()
+        done = self.keep()
         if self._audit is not None:
             self._audit.end_step()
         self._recovered_in_row = self._recovered_in_row + 1 if self._failures else 0
@@ -253,7 +254,7 @@ class StepRunner(Generic[Samples, P, R]):
                 "every step first runs out of memory: training crawls. %s, or %s",
                 _sentence(self._work.smaller_parts()), self._work.less_memory(),
             )  # fmt: skip
-        return self.done
+        return done
 
     # Running out of memory
 
