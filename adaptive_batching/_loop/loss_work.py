@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from adaptive_batching._evidence import in_groups, losses_of_groups
 from adaptive_batching._loop.samples import (
-    FORWARD_COST,
     Loss,
     Sample,
     SampleWork,
@@ -29,7 +28,7 @@ from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.split import padded_tokens, split_by_length
+from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._values import DRY_RUN, ConfigError
 
@@ -85,15 +84,10 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def _lists(self, samples: list[Sample], max_tokens: int | None) -> list[list[Sample]]:
         """Return ``samples`` in lists that are expected to fit, the longest first."""
-        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        if not limits or len(samples) < 2:
-            return [samples] if samples else []
-        lengths = [self.tokens([sample]) for sample in samples]
-        if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
-            return [samples]
-        # A high cost keeps the number of parts low where the user has not asked for any.
-        forward_cost = limits[0] if self.max_tokens is None else FORWARD_COST
-        split = split_by_length(lengths, min(limits), forward_cost)
+        rule = SplitRule()
+        if self.max_tokens is not None:
+            rule = SplitRule(max_tokens=min(self.max_tokens, self.max_tokens if max_tokens is None else max_tokens))
+        split = split_samples([self.tokens([sample]) for sample in samples], rule, max_tokens)
         return [[samples[index] for index in part] for part in split]
 
     def _divisor(self, num_parts: int) -> float | None:

@@ -24,10 +24,6 @@ Sample = TypeVar("Sample")
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 """(model, batch) -> the sum of the batch's losses, and their number."""
 
-# Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
-# which the device could compute some hundreds of tokens more.
-FORWARD_COST = 512
-
 _FEW = 32  # samples of which some show what computes over the batch
 _PLAIN = (int, float, str, bytes, type(None))
 

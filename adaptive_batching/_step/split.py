@@ -1,11 +1,21 @@
-"""Split a batch into micro-batches, each with one forward and backward. Pure: indices and lengths only."""
+"""Split the samples of a step into parts, each with one forward and backward. Pure: indices and lengths only.
+
+A :class:`SplitRule` is what the settings ask for while all fits: the whole batch, parts of so many samples, or samples
+sorted by length, in parts of so many tokens. A part above the limit that was learned from running out of memory is
+split again. :func:`split_samples` does both, for recipes, Trainer and plain loops, and says what holds of its result.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
-Split = list[list[int]]  # micro-batches of indices into the samples; together they hold every index once
+Split = list[list[int]]  # parts, of indices into the samples; together they hold every index once
+
+# Fixed cost of a forward and backward, in tokens, until it has been measured: launching the kernels of a model takes
+# some tens of milliseconds, in which the device could compute some hundreds of tokens more.
+FORWARD_COST = 512
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
@@ -29,6 +39,87 @@ def samples_within(max_tokens: int, length: int) -> int:
     As many tokens in shorter samples take no more memory.
     """
     return max(max_tokens // length, 1)
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How samples are split while memory suffices: not at all, by number, or by length if there are ``max_tokens``."""
+
+    samples: int | None = None
+    """Most samples of a part; they keep their order."""
+
+    is_even: bool = True
+    """True for parts of about one size; False for full ones and a smaller one at the end."""
+
+    max_tokens: int | None = None
+    """Of a part, whose samples are of similar length."""
+
+    forward_cost: float = FORWARD_COST
+    """Time of a part besides that of its tokens, as a number of tokens; weighs few parts against little padding."""
+
+
+def split_samples(
+    lengths: Sequence[int],
+    rule: SplitRule,
+    limit: int | None = None,
+    *,
+    in_order: bool = False,
+    min_parts: int = 1,
+    pads: bool = True,
+) -> Split:
+    """Split samples by ``rule``, and what is above ``limit`` into smaller parts.
+
+    >>> split_samples([5, 100, 6, 90], SplitRule(max_tokens=200, forward_cost=50))
+    [[3, 1], [0, 2]]
+
+    - Each sample is in exactly one part.
+    - A part has at most ``limit`` tokens, unless it is one sample; so it is with what the ``rule`` allows, by number or
+      by length.
+    - By length, the longest samples come first, and padded tokens plus the cost of forwards are no more than those of
+      any other way to divide the sorted samples into runs of neighbours of at most ``max_tokens``.
+    - There are at least ``min_parts`` parts, or as many as samples.
+    - The result depends on the arguments alone: ranks that have the same samples split them alike.
+
+    Args:
+        lengths: Tokens of each sample.
+        rule: What the settings ask for.
+        limit: Most tokens of a part, learned from running out of memory; None for no limit.
+        in_order: True to keep the order of samples within a part that the limit splits, so that all are drawn alike.
+        min_parts: Least number of parts. If the rule gives fewer, samples are split by number alone.
+        pads: False if samples are laid end to end, so that a part has the sum of their tokens.
+    """
+    if not lengths:
+        return []
+
+    def by_length(part: Sequence[int], max_tokens: int, forward_cost: float) -> Split:
+        own = [lengths[index] for index in part]
+        split = split_by_length(own, max_tokens, forward_cost) if pads else split_end_to_end(own, max_tokens)
+        return [[part[index] for index in smaller] for smaller in split]
+
+    everything = range(len(lengths))
+    if rule.max_tokens is not None:
+        parts = by_length(everything, rule.max_tokens, rule.forward_cost)
+    elif rule.samples is None:
+        parts = [list(everything)]
+    elif rule.is_even:
+        parts = split_in_order(len(lengths), rule.samples)
+    else:
+        parts = [list(everything[start : start + rule.samples]) for start in everything[:: rule.samples]]
+    if len(parts) < min_parts:
+        parts = split_in_order(len(lengths), max(len(lengths) // min_parts, 1))
+    if limit is None:
+        return parts
+    split = []
+    for part in parts:
+        own = [lengths[index] for index in part]
+        if (padded_tokens(own) if pads else sum(own)) <= limit:
+            split.append(part)
+        elif in_order:
+            smaller = split_in_order(len(part), samples_within(limit, max(own)))
+            split += [[part[index] for index in indices] for indices in smaller]
+        else:  # a high cost of forwards keeps the number of parts low where nobody has asked for any
+            split += by_length(part, limit, limit)
+    return split
 
 
 def split_in_order(num_samples: int, micro_batch_size: int) -> Split:
@@ -56,6 +147,18 @@ def split_end_to_end(lengths: Sequence[int], max_tokens: int) -> Split:
         if all(tokens <= max_tokens for tokens, _, _ in parts):
             return alone + [part for _, _, part in sorted(parts, key=lambda each: (-each[0], each[1]))]
         count += 1
+
+
+def in_few_sizes(split: Split, known: Set[int], max_sizes: int) -> Split:
+    """Return parts, or pieces of them, of few sizes besides those ``known``, as :func:`in_known_sizes` has them."""
+    pieces: Split = []
+    for part in split:
+        start = 0
+        for size in in_known_sizes(len(part), known, max_sizes):
+            pieces.append(part[start : start + size])
+            start += size
+        known = {*known, *map(len, pieces)}
+    return pieces
 
 
 def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[int]:

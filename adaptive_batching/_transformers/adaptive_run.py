@@ -23,7 +23,7 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.controller import KeepGlobal
 from adaptive_batching._growth.increase import resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
-from adaptive_batching._loop.samples import FORWARD_COST, collated
+from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, memory_budget
@@ -32,6 +32,7 @@ from adaptive_batching._probe.found import Found, read_stored, taken_again
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
+from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._transformers.before_training import BeforeTraining, begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.course import Course, Length, growing, plan_course

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching._loop.samples import FORWARD_COST, SampleWork, collated
+from adaptive_batching._loop.samples import SampleWork, collated
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
@@ -19,7 +19,7 @@ from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
-from adaptive_batching._step.split import split_by_length, split_end_to_end
+from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -195,26 +195,19 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return loss
 
     def _lists(self, batches: Sequence[list[Sample]], max_tokens: int | None) -> Parts:
-        samples = [sample for batch in batches for sample in batch]
-        if isinstance(self.size, ByLength):
-            limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-            return self._by_length(samples, min(limits), min(self.forward_cost, *limits)) if limits else [samples]
-        parts = list(batches)
+        rule, together = SplitRule(), [[sample for batch in batches for sample in batch]]
         if isinstance(self.size, Fixed):
-            count = self.size.samples
-            parts = [samples[start : start + count] for start in range(0, len(samples), count)]
-        if max_tokens is None:
-            return parts
-        # A high cost keeps the number of parts low where the user has not asked for any.
-        return [part for batch in parts for part in self._within(batch, max_tokens)]
-
-    def _within(self, part: list[Sample], limit: int) -> Parts:
-        return [part] if self.tokens(part) <= limit else self._by_length(part, limit, limit)
-
-    def _by_length(self, samples: list[Sample], limit: int, forward_cost: float) -> Parts:
-        lengths = [self.tokens([sample]) for sample in samples]
-        split = split_by_length(lengths, limit, forward_cost) if self.pads else split_end_to_end(lengths, limit)
-        return [[samples[index] for index in part] for part in split]
+            rule = SplitRule(self.size.samples, is_even=False)
+        elif isinstance(self.size, ByLength):
+            if limits := [limit for limit in (self.max_tokens, max_tokens) if limit is not None]:
+                rule = SplitRule(max_tokens=min(limits), forward_cost=min(self.forward_cost, *limits))
+        else:
+            together = list(batches)
+        parts = []
+        for samples in together:
+            split = split_samples([self.tokens([sample]) for sample in samples], rule, max_tokens, pads=self.pads)
+            parts += [[samples[index] for index in part] for part in split]
+        return parts
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self.kind.takes_number:

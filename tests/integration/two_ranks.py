@@ -253,7 +253,7 @@ def runs_that_are_cut(run: Runner) -> None:
         run(kind, f"{kind}_whole", *common)
         for size in ("1", "2"):
             run(kind, f"{kind}_cut_{size}", *common, f"micro_batch_size={size}")
-        with mock.patch.object(splitting, "FIRST_FORWARD_COST", 16):  # so that these few steps are split
+        with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
             run(kind, f"{kind}_cut_auto", *common, *BY_LENGTH)
         run(kind, f"{kind}_recovered", *common, faults=list(FAULTS.values()))
 
@@ -329,7 +329,7 @@ def runs_of_other_recipes(run: Runner) -> None:
             run(kind, f"{kind}_validated_again", *again, faults=out_in_validation(0))
         if kind == "kd":  # whose gradient stock divides by the tokens twice
             run(kind, f"{kind}_whole", *common, "micro_batch_size=4")
-        with mock.patch.object(splitting, "FIRST_FORWARD_COST", 16):  # so that these few steps are split
+        with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
             run(kind, f"{kind}_auto", *common, *BY_LENGTH)
         frozen: Fault = {"where": "forward", "on": [1], "without_gradients": True, "fits": 5, "call": 2}
         faults = [ONE_FORWARD, ONE_BACKWARD, *([frozen] if kind.endswith("dpo") else [])]
@@ -448,7 +448,7 @@ def runs_of_short_samples(run: Runner) -> None:
     short = [*SGD, model("full"), ACCUMULATE, "batch_size=8"]
     short += ["dataset._component_=tests.integration.short_samples.ShortSamples"]
     run("full", "whole", *short, "loss._component_=tests.integration.faults.WholeCrossEntropy")
-    with mock.patch.object(splitting, "FIRST_FORWARD_COST", 4):  # so that these few tokens are split
+    with mock.patch.object(splitting, "FORWARD_COST", 4):  # so that these few tokens are split
         for name, way in {"8": ["micro_batch_size=8"], "2": ["micro_batch_size=2"], "auto": BY_LENGTH}.items():
             faults = [{**each, "call": 2, "fits": 1} for each in (ONE_FORWARD, ONE_BACKWARD)]
             run("full", f"cut_{name}", *short, *in_chunks, *way)

@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from itertools import combinations
+from itertools import chain, combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,16 +14,28 @@ from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
     Split,
+    SplitRule,
+    in_few_sizes,
     in_known_sizes,
     length_in_chunks,
     padded_tokens,
     samples_within,
-    split_by_length,
-    split_end_to_end,
-    split_in_order,
+    split_samples,
 )
 
 lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
+limits = st.none() | st.integers(1, 5000)
+
+
+def by_tokens(max_tokens: int, forward_cost: float = 0.0) -> SplitRule:
+    return SplitRule(max_tokens=max_tokens, forward_cost=forward_cost)
+
+
+rules = st.one_of(
+    st.just(SplitRule()),
+    st.builds(SplitRule, st.integers(1, 20), st.booleans()),
+    st.builds(by_tokens, st.integers(1, 5000), st.floats(0, 1000)),
+)
 
 
 def tokens(split: Split, lengths: list[int]) -> list[int]:
@@ -44,17 +57,38 @@ def in_order_within(lengths: list[int], max_tokens: int) -> Split:
 
 
 @settings(max_examples=300, deadline=None)
+@given(lengths_of_samples, rules, limits, st.booleans(), st.integers(1, 5), st.booleans())
+def test_each_sample_is_in_one_part_and_no_part_is_too_large_but_single_samples(
+    lengths: list[int], rule: SplitRule, limit: int | None, in_order: bool, min_parts: int, pads: bool
+) -> None:
+    how: dict[str, Any] = dict(in_order=in_order, min_parts=min_parts, pads=pads)
+    split = split_samples(lengths, rule, limit, **how)
+    everything = [*range(len(lengths))]
+    in_split = [*chain(*split)]
+    assert sorted(in_split) == everything
+    for part in split:
+        own = [lengths[index] for index in part]
+        count = padded_tokens(own) if pads else sum(own)
+        assert len(part) == 1 or limit is None or count <= limit
+        assert rule.samples is None or len(part) <= rule.samples
+        assert len(part) == 1 or min_parts > 1 or rule.max_tokens is None or count <= rule.max_tokens
+    assert len(split) >= min(min_parts, len(lengths))
+    if rule.max_tokens is None and (limit is None or in_order):
+        assert in_split == everything, "in their order"
+    assert split == split_samples(tuple(lengths), rule, limit, **how), "on every rank"
+
+
+@settings(max_examples=300, deadline=None)
 @given(lengths_of_samples, st.integers(1, 5000), st.floats(0, 1000))
-def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_samples(
+def test_sorted_samples_cost_no_more_than_as_they_come(
     lengths: list[int], max_tokens: int, forward_cost: float
 ) -> None:
-    split = split_by_length(lengths, max_tokens, forward_cost)
-    assert sorted(index for micro_batch in split for index in micro_batch) == list(range(len(lengths)))
-    for micro_batch, count in zip(split, tokens(split, lengths), strict=True):
-        assert count <= max_tokens or len(micro_batch) == 1
+    split = split_samples(lengths, by_tokens(max_tokens, forward_cost))
+    longest = [max(lengths[index] for index in part) for part in split]
+    assert longest == sorted(longest, reverse=True), "one that does not fit fails before work is done"
     in_order = in_order_within(lengths, max_tokens)
     assert cost(split, lengths, forward_cost) <= cost(in_order, lengths, forward_cost)
-    least_padding = split_by_length(lengths, max_tokens)
+    least_padding = split_samples(lengths, by_tokens(max_tokens))
     assert sum(tokens(least_padding, lengths)) <= sum(tokens(in_order, lengths))
 
 
@@ -73,14 +107,14 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_co
         for split in every_split
         if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(split, lengths), split, strict=True))
     ]
-    found = split_by_length(lengths, max_tokens, forward_cost)
+    found = split_samples(lengths, by_tokens(max_tokens, forward_cost))
     assert cost(found, lengths, forward_cost) == min(cost(split, lengths, forward_cost) for split in allowed)
 
 
 @settings(max_examples=300, deadline=None)
 @given(lengths_of_samples, st.integers(1, 5000))
 def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[int], max_tokens: int) -> None:
-    split = split_end_to_end(lengths, max_tokens)
+    split = split_samples(lengths, by_tokens(max_tokens), pads=False)
     assert sorted(index for part in split for index in part) == list(range(len(lengths)))
     sums = [sum(lengths[index] for index in part) for part in split]
     assert sums == sorted(sums, reverse=True), "one that does not fit fails before work is done"
@@ -93,14 +127,20 @@ def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[
 
 def test_cuts_of_a_few_samples() -> None:
     assert [samples_within(1200, n) for n in (2000, 600, 401, 400, 100)] == [1, 2, 2, 3, 12]
-    assert [len(m) for m in split_by_length([10] * 9, 30)] == [3, 3, 3]
-    assert [len(m) for m in split_by_length([10] * 10, 70, forward_cost=20)] == [5, 5]
-    assert split_by_length([5, 100, 6, 90], 200, forward_cost=50) == [[3, 1], [0, 2]], "longest first"
-    assert split_end_to_end([5, 100, 6, 90], 110) == [[3, 2, 0], [1]]
-    assert split_end_to_end([5, 200, 6, 90], 100) == [[1], [3], [2, 0]]
-    assert split_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [len(part) for part in split_samples([10] * 9, by_tokens(30))] == [3, 3, 3]
+    assert [len(part) for part in split_samples([10] * 10, by_tokens(70, 20))] == [5, 5]
+    assert split_samples([5, 100, 6, 90], by_tokens(200, 50)) == [[3, 1], [0, 2]], "longest first"
+    assert split_samples([5, 100, 6, 90], by_tokens(110), pads=False) == [[3, 2, 0], [1]]
+    assert split_samples([5, 200, 6, 90], by_tokens(100), pads=False) == [[1], [3], [2, 0]]
     for forward_cost, parts in ((0, 4), (1000, 1)):
-        assert len(split_by_length([10, 20, 30, 40], 1000, forward_cost)) == parts
+        assert len(split_samples([10, 20, 30, 40], by_tokens(1000, forward_cost))) == parts
+    assert split_samples([10] * 7, SplitRule(3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [len(part) for part in split_samples([10] * 9, SplitRule(4))] == [3, 3, 3]
+    assert [len(part) for part in split_samples([10] * 9, SplitRule(4, is_even=False))] == [4, 4, 1]
+    assert split_samples([9, 1, 1, 9], SplitRule(), 18) == [[0, 3], [1, 2]], "what is above a limit is sorted"
+    assert split_samples([9, 1, 1, 9], SplitRule(), 18, in_order=True) == [[0, 1], [2, 3]]
+    assert split_samples([9, 1, 1, 9], SplitRule(), min_parts=2) == [[0, 1], [2, 3]]
+    assert split_samples([], SplitRule()) == []
 
 
 @given(st.integers(1, 400), st.integers(0, 20))
@@ -146,7 +186,8 @@ def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_size
     known: set[int] = set()
     for size in asked:
         parts = in_known_sizes(size, known, max_sizes)
-        assert sum(parts) == size
+        pieces = in_few_sizes([[*range(size)]], known, max_sizes)
+        assert [len(piece) for piece in pieces] == parts and [*chain(*pieces)] == [*range(size)]
         assert parts[0] >= size * 2 / 3
         known.update(parts)
     round_sizes = {factor << k for factor in (1, 3) for k in range(8)}

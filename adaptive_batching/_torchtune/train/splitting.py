@@ -14,11 +14,11 @@ import torch
 from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
-    in_known_sizes,
+    FORWARD_COST,
+    SplitRule,
+    in_few_sizes,
     padded_tokens,
-    samples_within,
-    split_by_length,
-    split_in_order,
+    split_samples,
 )
 from adaptive_batching._step.work import Part
 from adaptive_batching._torchtune.stock.compiling import MAX_COMPILED_SIZES, compiles_each_size
@@ -28,10 +28,6 @@ from adaptive_batching._torchtune.stock.objective import Counts, Objective
 from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole
 
 log = logging.getLogger(__name__)
-
-# In tokens, besides its own, until it has been measured: while the kernels of a model are launched, the device could
-# compute some hundreds of tokens more.
-FIRST_FORWARD_COST = 512
 
 CONSECUTIVE_RECOVERIES_TO_WARN = 3
 
@@ -65,6 +61,14 @@ class SplitPolicy:
         if isinstance(self.size, Fixed):
             return self.size.samples
         return self.samples_at_longest
+
+    @property
+    def rule(self) -> SplitRule:
+        if not isinstance(self.size, ByLength):
+            return SplitRule(self.most_samples)
+        assert self.capacity is not None, "split by length without a probe"
+        cost = min(self.cost.in_tokens(FORWARD_COST), self.capacity)
+        return SplitRule(max_tokens=self.capacity, forward_cost=cost)
 
 
 class Splitter:
@@ -124,47 +128,19 @@ class Splitter:
         return [self._objective.size(sample) for sample in samples]
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
-        split_policy = self._split_policy
-        if isinstance(split_policy.size, ByLength):
-            assert split_policy.capacity is not None, "split by length without a probe"
-            cost = min(split_policy.cost.in_tokens(FIRST_FORWARD_COST), split_policy.capacity)
-            split = split_by_length(self._sizes(batch), split_policy.capacity, cost)
-        else:
-            split = split_in_order(len(batch), split_policy.most_samples or len(batch))
-        if len(split) < min_parts:
-            split = split_in_order(len(batch), max(len(batch) // min_parts, 1))
-        parts = [[batch[i] for i in indices] for indices in split]
-        if self.limit.max_tokens is not None:
-            most_tokens = self.limit.max_tokens
-            parts = [part for whole in parts for part in self._split_to(whole, most_tokens, in_order=in_order)]
-        return parts if self._compiled_sizes is None else self._of_few_sizes(parts, self._compiled_sizes)
-
-    def _split_to(self, part: list[Sample], max_tokens: int, *, in_order: bool) -> list[list[Sample]]:
-        lengths = self._sizes(part)
-        if padded_tokens(lengths) <= max_tokens:
-            return [part]
-        if in_order:
-            split = split_in_order(len(part), samples_within(max_tokens, max(lengths)))
-        else:  # what a forward costs is not known here; a high price keeps their number low
-            split = split_by_length(lengths, max_tokens, forward_cost=max_tokens)
-        return [[part[i] for i in indices] for indices in split]
-
-    def _of_few_sizes(self, parts: list[list[Sample]], known: set[int]) -> list[list[Sample]]:
-        """Return ``parts``, or pieces of them, so that no more sizes have to be compiled than are worth it."""
-        pieces = []
-        for part in parts:
-            start, sizes_of_pieces = 0, in_known_sizes(len(part), known, MAX_COMPILED_SIZES)
-            if len(sizes_of_pieces) > 1 and not self._said_that_sizes_are_few:
+        limit, rule = self.limit.max_tokens, self._split_policy.rule
+        split = split_samples(self._sizes(batch), rule, limit, in_order=in_order, min_parts=min_parts)
+        if (known := self._compiled_sizes) is not None:
+            pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
+            if len(pieces) > len(split) and not self._said_that_sizes_are_few:
                 self._said_that_sizes_are_few = True
                 log.info(
                     "running %d packs as %s: attention is already compiled for %d numbers of packs, and not again for "
-                    "every new one", len(part), sizes_of_pieces, len(known),
+                    "every new one", len(batch), [len(piece) for piece in pieces], len(known),
                 )  # fmt: skip
-            for size in sizes_of_pieces:
-                known.add(size)
-                pieces.append(part[start : start + size])
-                start += size
-        return pieces
+            known.update(map(len, pieces))
+            split = pieces
+        return [[batch[index] for index in part] for part in split]
 
     def _micro_batch(
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
