@@ -29,8 +29,6 @@ from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole
 
 log = logging.getLogger(__name__)
 
-CONSECUTIVE_RECOVERIES_TO_WARN = 3
-
 
 @dataclass(frozen=True)
 class MicroBatch(Part):
