@@ -8,7 +8,7 @@ import runpy
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from adaptive_batching._torchtune.names import register
 from adaptive_batching._torchtune.plan import meta_setup
 from adaptive_batching._torchtune.plan.plan_command import load_config
 from adaptive_batching._torchtune.stock import stand_ins
+from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._values import ConfigError
 
 SAMPLES = 2**15
@@ -94,14 +95,29 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
     runpy.run_module("adaptive_batching", run_name="__main__")
 
 
+@dataclass(frozen=True)
+class _Data(meta_setup.Data):
+    """Samples of one length, each with an image where there is one."""
+
+    image: stand_ins.Image | None = None
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = super().__getitem__(index)
+        return sample if self.image is None else sample | self.image.fields(self.length)
+
+
+def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> meta_setup.Data:
+    """Stand in for a builder of data sets."""
+    return _Data(image=None if image is None else stand_ins.Image(**image), **fields)
+
+
 def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int) -> None:
     """Have a config train on samples of one length, and write to ``folder``."""
     packed = [bool(each.get("packed", False)) for each in (cfg.dataset,) if isinstance(each, DictConfig)]
     image = stand_ins.image_of(_on_paper(cfg.model)) if "model" in cfg else None
     data = {
-        "_component_": f"{meta_setup.__name__}.make_data", "length": length, "samples": samples,
+        "_component_": f"{_HERE}.make_data", "length": length, "samples": samples,
         "packed": any(packed), "pairs": "dpo" in recipe, "image": None if image is None else asdict(image),
-        "device": "cpu",
     }  # fmt: skip
     cfg.dataset = data
     if cfg.get("dataset_val") is not None:

@@ -65,9 +65,7 @@ class Data:
     length: int  # tokens of a sample
     samples: int
     packed: bool = False
-    image: stand_ins.Image | None = None  # of each sample
     pairs: bool = False  # of answers, both of that length
-    device: str = "meta"  # of images
 
     def __len__(self) -> int:
         return self.samples
@@ -80,14 +78,12 @@ class Data:
         if self.packed:
             sample = {key: torch.tensor(value) for key, value in sample.items()}
             sample |= {"input_pos": torch.arange(self.length), "seq_lens": torch.tensor([self.length])}
-        if self.image is not None:
-            sample |= self.image.fields(self.length, self.device)
         return sample
 
 
-def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
+def make_data(tokenizer: Any, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(image=None if image is None else stand_ins.Image(**image), **fields)
+    return Data(**fields)
 
 
 def set_up(
@@ -159,9 +155,6 @@ class _OnPaper:
     _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
-        image = stand_ins.image_of(self._model)
-        if image is not None:
-            cfg_dataset = OmegaConf.merge(cfg_dataset, {"image": asdict(image)})  # type: ignore[assignment]
         made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
         sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
         loader = SampleLoader(stock_loader, drops_last=self.enabled or stock_loader.drop_last)

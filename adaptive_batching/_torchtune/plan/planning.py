@@ -28,7 +28,7 @@ from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.losses import fake_quantized, next_token
-from adaptive_batching._torchtune.stock.stand_ins import COLLATE
+from adaptive_batching._torchtune.stock.stand_ins import image_of
 from adaptive_batching._torchtune.train.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.train.probing import Probed, accumulates, settled, upper_bound
 from adaptive_batching._torchtune.train.settings import read_settings
@@ -117,7 +117,7 @@ def sketch(question: PlanRequest, length: int) -> TracedPlan:
         step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
         forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
-        assumes = "both answers of each pair have that length" if data.pairs else str(data.image or "") or None
+        assumes = "both answers of each pair have that length" if data.pairs else None
         return TracedPlan(
             question, length, forecast, _asked(run, settings), sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
@@ -164,15 +164,14 @@ def _set_up(
         settings = read_settings(question.cfg, warns=False)
         cfg = question.changed("device=cuda").cfg
         host, run = set_up(question.recipe, cfg, data, question.devices, allocations)
+        if any(image_of(model) is not None for model in host.models):
+            raise NotPlannedError("the model takes images, which plan does not count; a dry run does")
         yield host, run, settings
 
 
 def _check_covered(question: PlanRequest) -> None:
     """Refuse what would be planned wrongly, or ends in the first step."""
     cfg = question.cfg
-    collate = str(cfg.get("collate_fn", ""))
-    if "image" in collate and collate != COLLATE:
-        raise NotPlannedError(f"collate_fn={collate} makes batches of images that plan does not know; use {COLLATE}")
     tensor_parallel = cfg.get("tensor_parallel_dim", 1)
     if tensor_parallel == 1 or not question.recipe.startswith("full_finetune"):
         return
@@ -212,8 +211,7 @@ def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
     offloading = "enable_activation_offloading=True"
     if not checkpoints:
         yield "activation checkpointing", checkpointing
-    cannot_offload = "vision" in str(cfg.model["_component_"]) or recipe.startswith("knowledge")
-    if not cfg.get("enable_activation_offloading", False) and not cannot_offload:
+    if not cfg.get("enable_activation_offloading", False) and not recipe.startswith("knowledge"):
         if checkpoints:
             yield "activation offloading", offloading
         else:

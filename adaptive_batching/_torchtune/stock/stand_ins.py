@@ -1,7 +1,7 @@
 """What stands in for parts of torchtune and bitsandbytes where nothing is computed.
 
 These are activation offloading, optimizers of bitsandbytes, images, and layers that a trace cannot follow image by
-image. How many images a sample has only the data know: a plan assumes one, of as many tiles as the model takes.
+image. How many images a sample has only the data know: a dry run has one, of as many tiles as the model takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torchtune.modules.model_fusion import FusionEmbedding
 from adaptive_batching._trace.bits_and_bytes import BlockWise
 from adaptive_batching._values import ConfigError
 
-COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"  # the function whose samples are known
 SMALLEST = 64
 """Bytes from which on an activation moves. torchtune's 1024 may lie between the two batch sizes that are traced, whose
 operations must be the same."""
@@ -133,16 +132,12 @@ class Image:
     channels: int
     tokens_per_tile: int  # one for each patch, and one for the class
 
-    def fields(self, length: int, device: str) -> dict[str, Any]:
+    def fields(self, length: int) -> dict[str, Any]:
         """Return what a sample of ``length`` tokens has besides text, of the type that torchtune's transform gives."""
-        with torch.device(device):
-            pixels = torch.zeros(self.tiles, self.channels, self.size, self.size, dtype=torch.bfloat16)
-            mask = torch.ones(length, self.tiles * self.tokens_per_tile, dtype=torch.bool)
+        pixels = torch.zeros(self.tiles, self.channels, self.size, self.size, dtype=torch.bfloat16)
+        mask = torch.ones(length, self.tiles * self.tokens_per_tile, dtype=torch.bool)
         ratio = torch.tensor(_grid(self.tiles))
         return {"encoder_input": {"images": [pixels], "aspect_ratio": [ratio]}, "encoder_mask": [mask]}
-
-    def __str__(self) -> str:
-        return f"one image of {self.tiles} tiles of {self.size} x {self.size} pixels in each sample"
 
 
 def image_of(model: nn.Module) -> Image | None:
