@@ -1,6 +1,6 @@
 """Does growing the batch help? Steps, samples and seconds to the same held-out loss, for each increase function.
 
-    pip install -e .[plots]
+    pip install -e .[torchtune]
     python benchmarks/growth_quality.py              # about 40 minutes on 2 cores
     python benchmarks/growth_quality.py --device cuda --samples 4000
 

@@ -122,8 +122,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("plan broken.yaml --memory 24", ["broken.yaml cannot be read", "in line 2"]),
     ("plan folder --memory 24", ["no config 'folder'"]),
     ("plan empty.yaml --memory 24", ["empty.yaml has no model"]),
-    (f"{PLAN} --plot folder", ["--plot folder is not an image format", ".png"]),
-    (f"{PLAN} --plot no/x.png", ["--plot no/x.png: there is no folder"]),
     ("cat binary.yaml", ["binary.yaml cannot be read"]),
     ("cat --sort broken.yaml", ["broken.yaml cannot be read", "in line 2"]),
     (f"cp {LORA} no/such/x.yaml", ["there is no folder 'no/such'", "--make-parents"]),

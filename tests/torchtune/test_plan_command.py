@@ -65,14 +65,12 @@ def found(plan: Any) -> Any:
         ([], 4, "cannot tell: a forward of 8 x 256 tokens .*give --memory or --gpu"),
     ],
 )
-def test_the_first_line_and_the_exit_code_say_whether_it_fits_and_a_picture_shows_it(
-    plan: Any, memory: list[str], code: int, line: str, tmp_path: Path
+def test_the_first_line_and_the_exit_code_say_whether_it_fits(
+    plan: Any, memory: list[str], code: int, line: str
 ) -> None:
-    picture = tmp_path / "plan.svg"
-    ended, out, _ = plan(*ASKED, *memory, "--plot", str(picture))
+    ended, out, _ = plan(*ASKED, *memory)
     assert ended == code
-    assert re.match(line, out) and re.search("(?m)^At the peak, in the .*:$", out) and f"Picture: {picture}" in out
-    assert ("largest that fits" in picture.read_text()) is (code == 0), "matplotlib names texts in comments"
+    assert re.match(line, out) and re.search("(?m)^At the peak, in the .*:$", out)
 
 
 def test_one_object_in_json(plan: Any) -> None:
@@ -163,8 +161,6 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
         (["full_finetune_single_device", CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
         (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
         (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
-        (["--config", CONFIG, "--plot", "/nowhere/plan.png"], "there is no folder /nowhere"),
-        (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx is not an image format"),
         ([*ASKED, "micro_batch_size=3"], "micro_batch_size"),
         ([*ASKED, "model.num_heads=5"], "torchtune refuses the config"),
         ([*ASKED, "optimizer._component_=torch.optim.Nadam"], "Nadam"),

@@ -1,4 +1,4 @@
-"""A plan as an answer: in words, as one object or as a picture, with what would help, each planned as its own run."""
+"""A plan as an answer: in words or as one object, with what would help, each planned as its own run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from adaptive_batching._gpus import Gpu
@@ -15,7 +14,7 @@ from adaptive_batching._plan import Answer, MemoryEstimate
 from adaptive_batching._torchtune.plan import planning
 from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import GIB, MIB
-from adaptive_batching._trace.traced_step import BACKWARD, FORWARD, KINDS
+from adaptive_batching._trace.traced_step import BACKWARD, FORWARD
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
@@ -33,7 +32,6 @@ planned are, and all. ``benchmarks/published_memory.py`` plans them again."""
 # Entries of the object that a sketch and its need have under the same names
 _OF_RUN = ("paged_bytes", "parameters", "trained_parameters", "frozen_parameters", "assumes")
 _OF_STEP = ("batch_size", "peak_bytes", "resting_bytes", "flops", "recomputed_flops")
-_POINTS = 12  # of a picture
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Asked:
     mfu: float | None
     levers: bool
     table: bool
-    plot: Path | None
 
     @property
     def gpu(self) -> Gpu | None:
@@ -77,9 +74,6 @@ def answer(asked: Asked, *, as_json: bool) -> int:
         made = planning.sketch(question, length)
         shown, lines = _plan(asked, made)
         show(*lines)
-        if asked.plot is not None:
-            _draw(asked, made, asked.plot)
-            show("", f"Picture: {asked.plot}")
         if asked.table:
             shown["lengths"] = planning.over_lengths(question, length)
             show("", *_lengths(shown["lengths"]))
@@ -286,33 +280,6 @@ def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
         paste = each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"
         rows.append([each["name"], saved, fits, paste])
     return _table(rows)
-
-
-def _draw(asked: Asked, made: TracedPlan, path: Path) -> None:
-    """Draw what is alive at the peak by kind, and what a card must have, over the batch size."""
-    from matplotlib.figure import Figure  # optional; the object-oriented interface: no display, no global state
-
-    forecast, batch_size, largest = made.forecast, made.asked, made.largest
-    devices, memory = asked.question.devices, asked.question.memory_bytes
-    last = max(2 * batch_size, 8) if largest is None else max(batch_size, largest + largest // 4, 8)
-    sizes = sorted({1, batch_size, largest or 1, *(1 + (last - 1) * step // (_POINTS - 1) for step in range(_POINTS))})
-    alive = [forecast.step.at(size).at_peak()[1] for size in sizes]
-    kinds = [kind for kind in KINDS if any(each[kind] for each in alive)]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.stackplot(sizes, [[each[kind] / GIB for each in alive] for kind in kinds], labels=kinds, alpha=0.6)
-    most = [forecast.most_bytes(size) / GIB for size in sizes]
-    axes.plot(sizes, most, color="black", linewidth=1, label="with this much it fits")
-    if memory is not None:
-        axes.axhline(memory / GIB, color="tab:red", linestyle="--", label=f"{memory / GIB:.1f} GiB")
-    axes.axvline(batch_size, color="grey", linewidth=0.8, label=f"asked for: {batch_size}")
-    if largest:
-        axes.axvline(largest, color="grey", linestyle=":", label=f"largest that fits: {largest}")
-    title = f"{asked.config}, samples of {made.length:,} tokens"
-    title += f", one of {devices} devices" if devices > 1 else ""
-    axes.set(xlabel="samples of a forward", ylabel="memory (GiB)", xlim=(1, sizes[-1]), ylim=(0, None), title=title)
-    axes.legend(loc="upper left", fontsize="small")
-    figure.savefig(path, dpi=120)
 
 
 def _samples(number: int) -> str:

@@ -59,7 +59,6 @@ def add_plan(subparsers: Any, prog: str) -> None:
     parser.add_argument("--devices", "--nproc_per_node", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
     parser.add_argument("--table", action="store_true", help="show memory for other lengths and batch sizes")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory over the batch size")
     parser.add_argument("--no-levers", action="store_true", help="skip 'What would help'")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -102,8 +101,6 @@ def _read(args: argparse.Namespace) -> Asked:
     if args.mfu is not None and len(gpus) != 1:
         raise ConfigError(f"--mfu {args.mfu} is a share of one GPU's peak; name that GPU with --gpu")
     name, recipe, overrides = _named(args)
-    if args.plot is not None:
-        _check_plot(args.plot)
     recipe, path, cfg = load_config(name, recipe, overrides)
     said = re.search(r"--nproc_per_node (\d+)", path.read_text(errors="replace"))
     devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
@@ -118,7 +115,7 @@ def _read(args: argparse.Namespace) -> Asked:
     question = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
     return Asked(
         name, question, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
-        not args.no_levers and len(gpus) < 2, args.table, args.plot,
+        not args.no_levers and len(gpus) < 2, args.table,
     )  # fmt: skip
 
 
@@ -152,18 +149,6 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
             raise ConfigError(f"there is no recipe {name!r}{closest(name, known)}")
         raise ConfigError(f"{name!r} is not an override; write key=value")
     return config, recipe, [each for each in args.overrides if is_override(each)]
-
-
-def _check_plot(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path} needs matplotlib; pip install 'adaptive-batching[plots]'")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".") not in known:
-        raise ConfigError(f"--plot {path} is not an image format; use one of .{', .'.join(known)}")
 
 
 def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
