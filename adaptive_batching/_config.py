@@ -95,9 +95,6 @@ class AdaptiveBatchingConfig:
     max_lr_scale: float = 4.0
     """Largest factor that ``lr_scaling`` applies."""
 
-    keep_beta2_half_life: bool = False
-    """Have Adam's second moment average over as many samples as without growth."""
-
     noise_scale_every: int | None = None
     """Optimizer steps between measurements of the gradient noise scale. None for 5 if one of our increase functions
     reads it, else never."""

@@ -15,8 +15,7 @@ epoch, off the clock, as is everything before the first step. Three controls kee
 - the configured one for an epoch less, its schedule with it: a way to save time that needs nothing new.
 
 The configured learning rate is the best of three for the first control, so that no way wins by a rate that was too low.
-All others scale it by ``lr_scaling: auto`` and run with ``micro_batch_size: auto``, as does the second control. Two
-ways are run again with ``keep_beta2_half_life: True``.
+All others scale it by ``lr_scaling: auto`` and run with ``micro_batch_size: auto``, as does the second control.
 
 A way is compared at a loss of its own: its final one or the lowest final one of the controls, whichever is higher, so
 that both it and a control reach it. The best control is the one that reaches that loss first, in seconds or in steps;
@@ -31,8 +30,7 @@ The noise scale's overhead is measured apart, step by step: two recipes take tur
 step. The last line printed is a JSON object: of the increase functions whose final loss is at most 2 % above that of
 the best control (all weights) the one with the least seconds, its seconds and steps over those of the best control
 (medians over seeds of paired ratios), and the overhead; the fixed cost of a step from which each way is faster than
-every control, in milliseconds at the cost of a sample that was measured, null for never; and steps to the same loss
-without ``keep_beta2_half_life`` over those with it.
+every control, in milliseconds at the cost of a sample that was measured, null for never.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ from growth_ways import (
     EPOCHS,
     Curves,
     best_schedule,
-    beta2_gains,
     break_evens,
     table_of,
     ways_of,
@@ -320,7 +317,7 @@ def main() -> None:
     workers = len(os.sched_getaffinity(0)) if args.device == "cpu" else 1
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
-    rows, facts, points, gains = [], [], {}, []
+    rows, facts, points = [], [], {}
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         directory = Path(name)
@@ -347,7 +344,6 @@ def main() -> None:
             rows += [f"![time to the same loss over the fixed cost of a step]({picture.name})", ""]
             if setting is full:
                 figures.update(best_schedule(curves))
-            gains += beta2_gains(curves)
             medians = {
                 way: statistics.median(span[0] for span in break_evens(curves, way))
                 for way in curves
@@ -373,7 +369,6 @@ def main() -> None:
             "noise_scale_overhead": round(overhead, 3),
             "seeds": args.seeds,
             "break_even_fixed_cost_ms": points,
-            "beta2_scaling_gain": round(statistics.median(gains), 3),
         },
         output=output,
     )

@@ -33,8 +33,6 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "goodput": {},
 }
 OF_LORA = ("step", "polynomial", "late_switch", "replace_lr_decay", "gradient_noise_scale", "norm_test")
-KEPT = ", beta2 kept"
-WITH_KEPT_BETA2 = (LARGEST, "step")
 
 Curves = Mapping[str, Sequence[Curve]]
 
@@ -46,8 +44,6 @@ def ways_of(kind: str) -> dict[str, dict[str, Any]]:
         if kind == "full" or function in OF_LORA:
             component = {"_component_": f"adaptive_batching.growth.{function}", **arguments}
             ways[function] = {**AUTO, "batch_increase_function": component}
-    for way in WITH_KEPT_BETA2:
-        ways[way + KEPT] = {**ways[way], "adaptive_batching": {"keep_beta2_half_life": True}}
     return ways
 
 
@@ -126,15 +122,3 @@ def best_schedule(curves: Curves) -> dict[str, Any]:
         "wall_time_vs_best_control": round(seconds, 3),
         "steps_vs_best_control": round(steps, 3),
     }
-
-
-def beta2_gains(curves: Curves) -> list[float]:
-    """Return the steps to the same loss without a kept half-life over those with it, for each pair of runs."""
-    gains = []
-    for way in WITH_KEPT_BETA2:
-        for plain, kept in zip(curves[way], curves[way + KEPT], strict=True):
-            target = common_target(kept, [plain])
-            without, with_it = reached(plain, target), reached(kept, target)
-            assert without is not None and with_it is not None
-            gains.append(without.steps / with_it.steps)
-    return gains

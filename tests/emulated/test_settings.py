@@ -40,7 +40,7 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     ),
     "growth within an epoch": (
         [*FUNCTION, "batch_size=2", "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8",
-         "adaptive_batching.lr_scaling=sqrt", "adaptive_batching.keep_beta2_half_life=True",
+         "adaptive_batching.lr_scaling=sqrt",
          "adaptive_batching.grow_during_warmup=False"],
         sizes, [2] * 16 + [4] * 8,
     ),

@@ -30,10 +30,7 @@ GROW = [
     *FUNCTION, "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=16",
     "dataset.split=train[:100]", "save_every_n_steps=4",
 ]  # fmt: skip
-NOISE = [
-    "adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt",
-    "adaptive_batching.keep_beta2_half_life=True",
-]  # fmt: skip
+NOISE = ["adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt"]
 DROPOUT = ["model.lora_dropout=0.1"]
 PACKED = ["dataset.packed=True", "gradient_accumulation_steps=2", "micro_batch_size=1", "batch_size=2"]
 RUNS = {

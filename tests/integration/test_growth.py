@@ -146,7 +146,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 ) -> None:
     """Batches, learning rates, losses and weights, dropout included; with the result of the probe in the checkpoint."""
     common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
-    common += ["adaptive_batching.keep_beta2_half_life=True"] if kind == "full" else ["model.lora_dropout=0.1"]
+    common += [] if kind == "full" else ["model.lora_dropout=0.1"]
     whole = tune_run(kind, *common, name="whole")
     interrupt(kind, common, tune_run, monkeypatch)
     caplog.set_level(logging.INFO, "adaptive_batching")

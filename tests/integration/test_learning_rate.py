@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import Run, TuneRun, assert_same_weights
+from tests.conftest import Run, TuneRun
 from tests.support.lr_schedules import SCHEDULES
 
 GROW = [
@@ -65,14 +65,3 @@ def test_a_first_step_that_the_schedule_does_not_move_with_leaves_one_rate_in_th
     )
     assert [step["batch_size"] for step in within] == [3] * 8
     assert [step["lr"] for step in within] == [step["lr"] for step in after]
-
-
-def test_a_kept_half_life_of_beta2_is_stocks_run_with_that_beta2(tune_run: TuneRun) -> None:
-    constant = {"lr_scheduler": {"_component_": "tests.support.lr_schedules.constant"}}
-    data = ["dataset.split=train[:64]", "epochs=2"]
-    beta2 = f"optimizer.betas=[0.9,{0.95**4!r}]"
-    stock = tune_run("full", *data, beta2, "batch_size=16", name="stock", replaced=constant, stock=True)
-    kept = ["optimizer.betas=[0.9,0.95]", "adaptive_batching.keep_beta2_half_life=True"]
-    ours = tune_run("full", *data, *MAXIMUM, *kept, name="ours", replaced=constant)
-    assert [step["loss"] for step in ours.metrics] == [step["loss"] for step in stock.metrics]
-    assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))

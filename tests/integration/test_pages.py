@@ -352,7 +352,6 @@ def test_a_benchmark_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ways: Any = importlib.import_module("growth_ways")
     monkeypatch.setattr(ways, "FUNCTIONS", {"step": {}})
     monkeypatch.setattr(module, "LEARNING_RATES", {"full": (1e-3,), "lora": (4e-3,)})
-    monkeypatch.setattr(ways, "WITH_KEPT_BETA2", ("step",))
     monkeypatch.setattr(ways, "CONTROLS", {module.CONFIGURED: {}})
     module.main()
     assert "| step | " in (tmp_path / "result.md").read_text()

@@ -156,7 +156,6 @@ KINDS: dict[str, Kind | Loop] = {
     "off distillation": _of_lora(_KD, overrides=_TEACHER),
     "growing full": Kind(_FULL, overrides=(*_DOUBLE, "adaptive_batching.lr_scaling=sqrt")),
     "growing full within epochs": Kind(_FULL, overrides=(*_DOUBLE, "adaptive_batching.increase_every=0.5")),
-    "growing full, momentum kept": Kind(_FULL, overrides=(*_DOUBLE, "adaptive_batching.keep_beta2_half_life=True")),
     "growing lora beyond memory": _of_lora(
         _LORA, overrides=(*_DOUBLE, "adaptive_batching.grow_beyond_memory=True", "micro_batch_size=2")
     ),

@@ -24,7 +24,7 @@ from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, StockRun
-from adaptive_batching._torchtune.stock.learning_rate import LearningRate, SecondMoment
+from adaptive_batching._torchtune.stock.learning_rate import LearningRate
 from adaptive_batching._torchtune.train.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.train.probing import Probed
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy
@@ -177,7 +177,7 @@ class _Interval:
 
 
 class Growth:
-    """Makes loader and learning rate follow the course of a run, and Adam's beta2 with ``keep_beta2_half_life``."""
+    """Makes loader and learning rate follow the course of a run."""
 
     adapts = True
 
@@ -197,10 +197,6 @@ class Growth:
         every = increase.noise_scale_every
         self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
         stored = stored.get("growth", {})
-        keeps, moment = increase.settings.keep_beta2_half_life, stored.get("second_moment")
-        self._second_moment: SecondMoment | None = None
-        if keeps or moment is not None:
-            self._second_moment = SecondMoment(host.optimizers, moment or {}, follows=keeps)
         self._losses: list[float] = list(stored.get("losses", []))
         self._val_losses: list[float] = list(stored.get("val_losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
@@ -264,12 +260,9 @@ class Growth:
         """Take note of the loss of a validation, before :meth:`record_step` of the step that it follows."""
         self._interval.val_loss = loss
 
-    @contextlib.contextmanager
-    def unscaled(self) -> Iterator[None]:
-        """Give the optimizers what a checkpoint holds, inside: the rate as scheduled, and beta2 as configured."""
-        beta2 = contextlib.nullcontext() if self._second_moment is None else self._second_moment.unscaled()
-        with self.learning_rate.unscaled(), beta2:
-            yield
+    def unscaled(self) -> contextlib.AbstractContextManager[None]:
+        """Give the optimizers the rate as scheduled, inside, which a checkpoint holds."""
+        return self.learning_rate.unscaled()
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
@@ -292,7 +285,6 @@ class Growth:
             "val_losses": self._val_losses,
             "interval": dataclasses.asdict(self._interval),
             **({} if self.noise is None else {"noise_scale": self.noise.scale.state_dict()}),
-            **({} if self._second_moment is None else {"second_moment": self._second_moment.state_dict()}),
         }
 
     def _applied(self, decision: Decision) -> Decision:
@@ -305,8 +297,6 @@ class Growth:
     def _follow(self) -> None:
         self._host.loader.set_batch_size(self.course.controller.batch_size)
         self.learning_rate.set_scale(self.course.lr_scale)
-        if self._second_moment is not None:
-            self._second_moment.follow(self.course.window / self.course.shape.reference_samples)
 
     def _observe(self) -> dict[str, Any]:
         interval, self._interval = self._interval, _Interval()

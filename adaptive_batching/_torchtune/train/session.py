@@ -29,7 +29,6 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
-from adaptive_batching._torchtune.stock.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.stock.objective import Sums
 from adaptive_batching._torchtune.train.collectives import collectives_of
 from adaptive_batching._torchtune.train.exploring import settle_micro_batch_size
@@ -96,8 +95,6 @@ class Session:
                 f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; use an "
                 "increase function that does not read it, and leave noise_scale_every unset"
             )
-        if settings.keep_beta2_half_life:
-            check_that_beta2_can_follow(host.optimizers)
         check_that_splitting_is_exact(settings, increase, self._batch_dependent)
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))

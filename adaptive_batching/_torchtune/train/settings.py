@@ -23,7 +23,7 @@ from adaptive_batching._values import ConfigError, Explore, Fixed, Whole, diviso
 log = logging.getLogger(__name__)
 
 _OF_GROWTH = ["increase_every", "grow_during_warmup", "grow_beyond_memory"]
-_OF_ANY = ["lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch"]
+_OF_ANY = ["lr_scaling", "noise_scale_every", "keep_global_batch"]
 _OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
 FIELDS = (*TOP_LEVEL, "adaptive_batching")
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
