@@ -50,7 +50,7 @@ PRIVATE = {
     "torchtune.config._errors.InstantiationError": "is raised for a component that cannot be made",
     "torchtune.config._utils._merge_yaml_and_cli_args": "reads overrides as tune run does",
     "torchtune.generation._generation": "has the function that draws a token",
-    "torchtune.training.checkpointing._checkpoint_client.TrainingProgress": "is what asynchronous checkpoints store",
+    "torchtune.training.checkpointing._checkpoint_client.TrainingProgress": "is what a checkpoint client stores",
     "torchtune.training.checkpointing._utils": "has the function that names a folder of checkpoints",
     "torchtune.training.checkpointing._utils.RECIPE_STATE_DIRNAME": "is the folder of the recipe's state",
     "torchtune.utils._import_guard": "knows whether packed data take flex attention",

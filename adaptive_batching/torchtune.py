@@ -4,8 +4,7 @@ from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.cli.launch import entry_point, run_recipe
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
 from adaptive_batching._torchtune.recipe_classes import recipe
-from adaptive_batching._torchtune.stock.async_checkpoints import ThroughClient
-from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint
+from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint, ThroughClient
 from adaptive_batching._torchtune.stock.loading import load_stock, load_stock_evaluation
 from adaptive_batching._torchtune.stock.losses import (
     NextToken,

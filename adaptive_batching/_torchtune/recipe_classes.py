@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
-from adaptive_batching._torchtune.stock.async_checkpoints import ThroughClient
-from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint
+from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint, ThroughClient
 from adaptive_batching._torchtune.stock.loading import load_stock, load_stock_evaluation
 from adaptive_batching._torchtune.stock.losses import (
     AcceptsConfigsOfTorchao,

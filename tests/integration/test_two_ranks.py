@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching._torchtune.train.loop import TrainingLoop
@@ -165,7 +164,7 @@ GROWTH, RESUME = with_the_launch("growth"), with_the_launch("others_resume")
 @pytest.mark.parametrize(
     ("launched", "name"),
     [
-        *(pytest.param("growth", name, marks=GROWTH) for name in ("full", "async")),
+        pytest.param("growth", "full", marks=GROWTH),
         pytest.param("others_resume", "lora_dpo", marks=RESUME),
     ],
     indirect=["launched"],
@@ -181,7 +180,7 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(name: str,
 @pytest.mark.parametrize(
     ("launched", "name"),
     [
-        *(pytest.param("growth", name, marks=GROWTH) for name in ("full_steps", "async_steps")),
+        pytest.param("growth", "full_steps", marks=GROWTH),
         *(pytest.param("others_resume", f"{kind}_steps", marks=RESUME) for kind in IN_TWO),
     ],
     indirect=["launched"],
@@ -196,18 +195,6 @@ def test_a_run_that_is_cut_off_within_its_second_epoch_goes_on_as_if_it_had_not_
     assert len(resumed.metrics) == 6 + 2
     assert resumed.by_step == whole.by_step
     assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
-
-
-@of_launch("growth")
-def test_of_asynchronous_checkpoints_of_steps_the_last_one_alone_keeps_its_state(launched: tuple[Path, str]) -> None:
-    folders = sorted((launched[0] / "async_steps_whole").glob("dist_step_*"))
-    assert [folder.name for folder in folders] == [f"dist_step_{step}" for step in range(1, 7)]
-    assert [folder.name for folder in folders if (folder / "recipe.pt").exists()] == ["dist_step_6"]
-    keys = [
-        {name.split(".")[0] for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
-        for folder in folders
-    ]
-    assert keys[:-1] == [{"model"}] * 5 and "optimizer" in keys[-1]
 
 
 @of_launch("split")

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -30,7 +29,6 @@ from torch._C._distributed_c10d import TCPStore
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
-from torchtune.training.checkpointing import DistributedCheckpointer
 
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
 from adaptive_batching._memory import CpuMeter, _status
@@ -93,14 +91,6 @@ def same_everywhere(self: LoRALinear) -> None:
     """Adapters that one device and many start with alike; their random numbers are others."""
     nn.init.constant_(self.lora_a.weight, 0.02)
     nn.init.constant_(self.lora_b.weight, 0.01)
-
-
-def wait_for_checkpoints(output_dir: Path) -> None:
-    """Wait until asynchronous checkpoints are complete, as a process does before it ends."""
-    end = time.monotonic() + 60
-    while any(not (folder / ".metadata").exists() for folder in output_dir.glob("dist_*")):
-        assert time.monotonic() < end, f"a checkpoint in {output_dir} was never completed"
-        time.sleep(0.02)
 
 
 Fault = dict[str, Any]
@@ -185,7 +175,6 @@ class Runner:
             if not isinstance(error, SystemExit) or error.code:
                 (self.directory / name).mkdir(exist_ok=True)
                 (self.directory / name / f"error_{RANK}.txt").write_text(f"{error}\n{traceback.format_exc()}")
-        wait_for_checkpoints(self.directory / name)
 
     def cut_off(self, kind: str, name: str, before: float, *overrides: str, on: Sequence[str] = ()) -> None:
         """Run until the power fails before an epoch, and go on with the settings ``on`` from the last checkpoint."""
@@ -296,19 +285,13 @@ def runs_that_grow(run: Runner) -> None:
     run("full", "full_whole", *GROW, *PROBED)
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
     run.cut_off("full", "full", 1, *GROW, *PROBED, on=[files])
-    save_async = [*GROW, "adaptive_batching.max_batch_size=16", "enable_async_checkpointing=True"]
-    run("full", "async_whole", *save_async)
-    sees_none = mock.patch.object(DistributedCheckpointer, "_get_latest_intermediate_checkpoint", lambda self: None)
-    with sees_none if RANK == 1 else contextlib.nullcontext():  # as on a disk that is shared, a while
-        run.cut_off("full", "async", 2, *save_async)
 
     run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
-    run_in_two(run, "full", "enable_async_checkpointing=True", "save_every_n_steps=1", name="async_steps")
 
 
-def run_in_two(run: Runner, kind: str, *added: str, name: str = "") -> None:
+def run_in_two(run: Runner, kind: str, *added: str) -> None:
     """Run as a whole, and cut off within the second epoch, to go on from a checkpoint within it."""
-    name = name or f"{kind}_steps"
+    name = f"{kind}_steps"
     every = ["adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8", "save_every_n_steps=5"]
     common = [*GROW[:-1], "epochs=2", samples(48), *every, *added]
     run(kind, f"{name}_whole", *common)

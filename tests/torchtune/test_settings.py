@@ -41,6 +41,7 @@ OF_TRAINING = [
     ("micro_batch_size=most", "micro_batch_size='most' must be a whole number, auto, explore or null"),
     ("use_maximum_batch_size=True adaptive_batching.keep_global_batch=True",
      "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to grow"),
+    ("enable_async_checkpointing=True micro_batch_size=2", "enable_async_checkpointing=True: asynchronous checkpoints"),
     ("save_every_n_steps=2.5", r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
 ]  # fmt: skip
 OF_EVALUATION = [

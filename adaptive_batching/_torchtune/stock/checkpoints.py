@@ -23,9 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 from torchtune.training.checkpointing import _utils
+from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 
 from adaptive_batching._torchtune.stock.data import STATE_KEY
+from adaptive_batching._torchtune.stock.host import learning_rate_holder
 from adaptive_batching._torchtune.stock.loading import replaced_in
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 
@@ -252,6 +254,23 @@ class BatchStateInCheckpoint:
         recipe: Any = self
         with with_batch_state(recipe._checkpointer, recipe._state_to_store()):
             super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
+
+
+class ThroughClient:
+    """Mixed into a stock recipe that saves through a checkpoint client, before the recipe."""
+
+    def save_checkpoint(self, epoch: int) -> None:
+        recipe: Any = self
+        progress = TrainingProgress(
+            seed=recipe.seed,
+            epochs_run=recipe.epochs_run,
+            total_epochs=recipe.total_epochs,
+            max_steps_per_epoch=recipe.max_steps_per_epoch,
+            dataloader_state_dict=recipe._dataloader.state_dict(),
+        )
+        recipe._checkpoint_client.save_checkpoint(
+            model=recipe._model, optimizer=learning_rate_holder(self), training_progress=progress, epoch=epoch
+        )
 
 
 @contextlib.contextmanager

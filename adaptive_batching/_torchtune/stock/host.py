@@ -254,10 +254,6 @@ def checkpointer_of(recipe: Any) -> Any:
     return recipe._checkpointer if client is None else client._get_checkpointer()
 
 
-def saves_asynchronously(recipe: Any) -> bool:
-    return bool(getattr(recipe, "_enable_async_checkpointing", False))
-
-
 def initial_learning_rate(recipe: Any) -> float:
     """Return the learning rate that the schedule starts from, on resume as well."""
     group = groups_of(recipe)[0]

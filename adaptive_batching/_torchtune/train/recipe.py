@@ -123,11 +123,10 @@ class AdaptiveBatching:
                 checkpoints.restore_state(self._checkpoints)
             if self.ranks.size > 1:
                 dist.barrier()
-            if not hosts.saves_asynchronously(self):
-                if settings.enabled:
-                    found = checkpoints.from_last_checkpoint(cfg)
-                else:
-                    checkpoints.refuse_step_checkpoints(cfg)
+            if settings.enabled:
+                found = checkpoints.from_last_checkpoint(cfg)
+            elif not cfg.get("enable_async_checkpointing", False):  # these have folders of their own
+                checkpoints.refuse_step_checkpoints(cfg)
         with found:
             super().setup(cfg=cfg)  # type: ignore[misc]
         with self._at_work():
@@ -194,9 +193,8 @@ class AdaptiveBatching:
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
-        writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
         to = hosts.checkpointer_of(self), self._checkpoints
-        around = checkpoints.saved_as_step(step, to) if writes else contextlib.nullcontext()
+        around = checkpoints.saved_as_step(step, to) if self.ranks.is_first else contextlib.nullcontext()
         self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, around)
 
     def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:

@@ -63,6 +63,11 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
             "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to "
             "grow; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
         )
+    if settings.enabled and cfg.get("enable_async_checkpointing", False):
+        raise ConfigError(
+            "enable_async_checkpointing=True: asynchronous checkpoints cannot hold what adaptive batching resumes by; "
+            "set enable_async_checkpointing=False, or leave its fields unset"
+        )
     if warns:
         _warn_of_what_does_nothing(settings)
     return settings
