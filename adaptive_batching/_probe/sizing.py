@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.controller import Accumulation, FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.controller import Accumulation, InParts, KeepGlobal
 from adaptive_batching._probe.sizes import rounded_down
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize, Whole
 
@@ -55,7 +55,7 @@ class HostRules:
     """The last step of an epoch has the samples that are left, be they fewer than a batch."""
 
     plans_first: bool = False
-    """Batches are planned before a probe of forwards, which the largest step then bounds: :meth:`Sizing.of_forwards`."""
+    """Batches are planned before forwards are probed, which the largest step bounds; see :meth:`Sizing.of_forwards`."""
 
     tries_configured: bool = False
     """A probe for the batch considers the configured size even if it does not grow from there."""
@@ -96,20 +96,16 @@ class Sizes:
     fits: int | None = None
     """Samples of the longest length that a forward may have, where the probe bounds forwards."""
 
-    def times(self, parts: int) -> Sizes:
-        """Return these as the sizes of batches that run in as many ``parts``, each of this size."""
-        return replace(self, batch_size=self.batch_size * parts, maximum=self.maximum * parts)
-
 
 @dataclass(frozen=True)
 class Sizing:
-    """What the settings ask of a probe, and what its answer means; made by :func:`sizing`."""
+    """What the settings ask of a probe, and what its answer means; made by :func:`size_up`."""
 
     probes: bool
     """True if something has to be measured."""
 
     request: ProbeRequest
-    """What is asked of the probe. Its upper bound holds without one as well."""
+    """What is asked of the probe, of one of the equal parts of a batch. Its upper bound holds without a probe, too."""
 
     bounds_batch: bool
     """True if the answer is the bound of the batch: no more than that is ever trained on in one forward."""
@@ -123,7 +119,13 @@ class Sizing:
     settings: AdaptiveBatchingConfig
     batch_size: int  # as configured
     accumulation: Accumulation
+    equal_parts: int = 1  # of a batch, each of which has a backward pass of its own
     rules: HostRules = RECIPES
+
+    @property
+    def upper(self) -> int:
+        """The most samples of a batch, whatever memory there is."""
+        return self.request.upper * self.equal_parts
 
     @property
     def least_forward(self) -> int:
@@ -141,7 +143,7 @@ class Sizing:
         return self._sizes(request.upper, request.upper_reason, self.settings.micro_batch_size)
 
     def settle(self, found: int, bound: str) -> Sizes:
-        """Return the sizes of a run whose probe has ``found`` the largest size that fits, for which ``bound`` stands."""
+        """Return the sizes of a run whose probe has ``found`` the largest size that fits, within ``bound``."""
         settings, size, maximum = self.settings, self.settings.micro_batch_size, found
         if isinstance(size, Fixed):
             size = Fixed(min(size.samples, found))
@@ -155,7 +157,7 @@ class Sizing:
         return self._sizes(maximum, bound, size, found if self.bounds_forwards else None)
 
     def _sizes(self, maximum: int, reason: str, size: MicroBatchSize, fits: int | None = None) -> Sizes:
-        settings, batch_size = self.settings, self.batch_size
+        settings, batch_size, maximum = self.settings, self.batch_size, maximum * self.equal_parts
         if settings.use_maximum_batch_size and (not settings.grows or self.rules.starts_at_maximum):
             if self.rules.keeps_batches and isinstance(self.accumulation, KeepGlobal):
                 size = Fixed(self.accumulation.allowed(maximum))
@@ -167,19 +169,10 @@ class Sizing:
         """Return what is asked of a probe of forwards once the samples of a step are known to be at most ``most``."""
         return replace(self, request=replace(self.request, upper=most, upper_reason=OF_A_STEP))
 
-    def of_part(self, parts: int, *, in_parts: bool) -> Sizing:
-        """Return what is asked of the probe of one of as many equal ``parts`` of a batch; ``in_parts`` if it is split."""
-        request = self.request
-        include = None if request.include is None else request.include // parts
-        request = replace(
-            request, upper=request.upper // parts, include=include, in_parts=in_parts or self.splits
-        )  # fmt: skip
-        return replace(self, request=request, batch_size=self.batch_size // parts)
 
-
-def sizing(
+def size_up(
     settings: AdaptiveBatchingConfig, *, batch_size: int, accumulation: int, samples: int,
-    run_samples: int | None = None, measures_in_parts: bool = False, rules: HostRules = RECIPES,
+    run_samples: int | None = None, equal_parts: int = 1, holds_gradients: bool = False, rules: HostRules = RECIPES,
 ) -> Sizing:  # fmt: skip
     """Decide what to ask of a probe, if anything, and what its answer means.
 
@@ -189,15 +182,16 @@ def sizing(
         accumulation: Batches of an optimizer step, as configured.
         samples: Of the data, for each replica.
         run_samples: After which the run ends, be it within an epoch; None for no such number.
-        measures_in_parts: True if a batch is split to measure the gradient noise scale, although it fits.
+        equal_parts: Of a batch, each of which has a backward pass of its own, and is what is probed.
+        holds_gradients: True if a forward runs while gradients are held for another reason than those of the settings,
+            such as to measure the gradient noise scale.
         rules: Of the host.
     """
     size, grows, window = settings.micro_batch_size, settings.grows, batch_size * accumulation
-    in_one_forward = isinstance(size, Whole) and not settings.grow_beyond_memory
-    bounds_batch = in_one_forward if grows else settings.use_maximum_batch_size
-    bounds_forwards = isinstance(size, (ByLength, Explore)) or (
-        isinstance(size, Whole) and grows and not in_one_forward
-    )
+    is_whole = isinstance(size, Whole)
+    outgrows_memory = is_whole and grows and settings.grow_beyond_memory
+    bounds_batch = is_whole and not outgrows_memory if grows else settings.use_maximum_batch_size
+    bounds_forwards = outgrows_memory or isinstance(size, (ByLength, Explore))
     splits = bounds_forwards or isinstance(size, Fixed)
     needs_bound = grows and bounds_batch and settings.max_batch_size is None
 
@@ -211,25 +205,26 @@ def sizing(
         upper, reason = run_samples, f"the {run_samples} samples of the run"
     if not (settings.use_maximum_batch_size or grows or rules.plans_first):
         upper, reason = window, OF_A_STEP  # a forward could take no more
+    upper //= equal_parts
 
     include = None
-    if rules.tries_configured and isinstance(size, Whole):
+    if rules.tries_configured and is_whole:
         include = min(batch_size, upper)
     elif grows and not rules.tries_configured:
-        include = batch_size
+        include = batch_size // equal_parts
     rounds = settings.round_to_power_of_two and not bounds_forwards  # what a forward may take is no size to round
     request = ProbeRequest(
         upper, reason, include, rounds,
         coarse=bounds_forwards or (rules.is_coarse_if_exact and not rounds),
-        in_parts=splits or accumulation > 1 or measures_in_parts,
+        in_parts=splits or accumulation > 1 or holds_gradients,
         may_stop_early=isinstance(size, ByLength) and not settings.use_maximum_batch_size,
     )  # fmt: skip
     return Sizing(
         settings.use_maximum_batch_size or bounds_forwards or needs_bound,
         request, bounds_batch, bounds_forwards, splits, settings,
         min(batch_size, samples) if rules.keeps_rest else batch_size,
-        KeepGlobal(window) if settings.keep_global_batch else FixedAccumulation(accumulation),
-        rules,
+        KeepGlobal(window) if settings.keep_global_batch else InParts(accumulation, equal_parts),
+        equal_parts, rules,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.controller import KeepGlobal
 from adaptive_batching._probe.sizes import candidate_sizes
-from adaptive_batching._probe.sizing import RECIPES, TRAINER, Sizes, Sizing, sizing
+from adaptive_batching._probe.sizing import RECIPES, TRAINER, Sizes, Sizing, size_up
 from adaptive_batching._transformers.arguments import AdaptiveArguments
 from adaptive_batching._values import ConfigError, Fixed
 
@@ -34,9 +34,9 @@ OF_RUN = [("noise", "few", "of=10"), ("", "x3")]
 
 
 def combinations() -> Iterator[str]:
-    for words in [*product(["recipe", "trainer"], *OF_SETTINGS, *OF_SECTION), *product(["recipe"], *OF_SETTINGS, *OF_RUN),
-                  *product(["trainer"], *OF_SETTINGS, ["few"], ["", "x3"])]:  # fmt: skip
-        yield " ".join(filter(None, words))
+    yield from map(" ".join, product(["recipe", "trainer"], *OF_SETTINGS, *OF_SECTION))
+    yield from map(" ".join, product(["recipe"], *OF_SETTINGS, *OF_RUN))
+    yield from map(" ".join, product(["trainer"], *OF_SETTINGS, ["few"], ["", "x3"]))
 
 
 def sizing_of(words: str) -> Sizing | None:
@@ -53,19 +53,19 @@ def sizing_of(words: str) -> Sizing | None:
         return None
     if not settings.enabled:
         return None
-    return sizing(
+    return size_up(
         settings,
         batch_size=BATCH,
         accumulation=3 if "x3" in rest else 1,
         samples=3 if "few" in rest else SAMPLES,
         run_samples=10 if "of=10" in rest else None,
-        measures_in_parts="noise" in rest,
+        holds_gradients="noise" in rest,
         rules=RECIPES if host == "recipe" else TRAINER,
     )
 
 
 SECTION = ("keep_global_batch", "grow_beyond_memory", "max_batch_size", "round_to_power_of_two")
-KNOWN = {words: found for words in combinations() if (found := sizing_of(words)) is not None}
+KNOWN = {" ".join(words.split()): each for words in combinations() if (each := sizing_of(words)) is not None}
 
 
 def answers(known: Sizing) -> dict[int | None, Sizes]:
@@ -85,8 +85,8 @@ def asked_of(known: Sizing) -> Sizing:
 def line_of(words: str, known: Sizing) -> str:
     """Return what is decided for these settings in a line, as the table has it.
 
-    settings | samples asked for+included, their bound, flags (BFSrpce), least forward | answer: batch<bound, its reason,
-    micro-batches, those of a step, samples that fit in a forward
+    settings | samples asked for + included, what bounds them, flags, least forward | answer: batch < its bound, what
+    gives that, micro-batch x batches of a step, samples that fit in a forward
     """
     request = known.request if known.bounds_batch else asked_of(known).request
     flags = "".join(

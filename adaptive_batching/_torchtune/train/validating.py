@@ -163,7 +163,7 @@ class Validation:
         self._indices = range(first, len(self._loader.dataset), self._replicas)
         with unchanged_random_state(host.device):
             sample = self._loader.dataset[0]
-        most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.maximum)
+        most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.sizes.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
         split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:
