@@ -161,10 +161,15 @@ class AdaptiveBatchingConfig:
         return self.batch_increase_function is not None
 
     @property
+    def resizes(self) -> bool:
+        """True if a batch may have another size than configured."""
+        return self.use_maximum_batch_size or self.grows
+
+    @property
     def enabled(self) -> bool:
         """False for a run as stock's, its checkpoints included."""
-        sizes = self.use_maximum_batch_size or self.grows or not isinstance(self.micro_batch_size, Whole)
-        return sizes or self.save_every_n_steps is not None
+        is_split = not isinstance(self.micro_batch_size, Whole)
+        return self.resizes or is_split or self.save_every_n_steps is not None
 
     @classmethod
     def from_mapping(
@@ -194,8 +199,7 @@ class AdaptiveBatchingConfig:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
         settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
         size, maximum = settings.micro_batch_size, settings.max_batch_size
-        is_constant = not (settings.use_maximum_batch_size or settings.grows)
-        if isinstance(size, Fixed) and is_constant and batch_size % size.samples:
+        if isinstance(size, Fixed) and not settings.resizes and batch_size % size.samples:
             raise ConfigError(
                 f"micro_batch_size={size} does not divide batch_size={batch_size}; these do: {divisors_of(batch_size)}"
             )

@@ -203,7 +203,7 @@ def size_up(
     upper, reason = within(settings, upper, reason)
     if run_samples is not None and run_samples < upper:
         upper, reason = run_samples, f"the {run_samples} samples of the run"
-    if not (settings.use_maximum_batch_size or grows or rules.plans_first):
+    if not (settings.resizes or rules.plans_first):
         upper, reason = window, OF_A_STEP  # a forward could take no more
     upper //= equal_parts
 

@@ -237,8 +237,7 @@ class AdaptiveRun:
             DoesNotFitError: If not even a short sample fits.
         """
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
-        resizes = settings.use_maximum_batch_size or settings.grows
-        self.data = data = TrainingData(trainer, loader, resizes=resizes, before=self.data)
+        self.data = data = TrainingData(trainer, loader, resizes=settings.resizes, before=self.data)
         of_accelerate = trainer.accelerator._dataloaders
         configured, accumulated = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
         samples = -(-data.num_samples // args.world_size)
