@@ -28,6 +28,7 @@ from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.sizing import Sizes
 from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.less_memory import of_activations
 from adaptive_batching._torchtune.stock.losses import fake_quantized, next_token
 from adaptive_batching._torchtune.stock.stand_ins import COLLATE
 from adaptive_batching._torchtune.train.growing import Growth, make_controller, resolve_increase
@@ -200,16 +201,11 @@ def levers(question: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanR
 
 def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
     cfg, recipe = question.cfg, question.recipe
-    checkpoints, checkpointing = cfg.get("enable_activation_checkpointing"), "enable_activation_checkpointing=True"
-    offloading = "enable_activation_offloading=True"
-    if not checkpoints:
-        yield "activation checkpointing", checkpointing
-    cannot_offload = "vision" in str(cfg.model["_component_"]) or recipe.startswith("knowledge")
-    if not cfg.get("enable_activation_offloading", False) and not cannot_offload:
-        if checkpoints:
-            yield "activation offloading", offloading
-        else:
-            yield "activation checkpointing and offloading", f"{offloading} {checkpointing}"
+    yield from of_activations(
+        checkpoints=bool(cfg.get("enable_activation_checkpointing")),
+        offloads=bool(cfg.get("enable_activation_offloading", False)),
+        can_offload="vision" not in str(cfg.model["_component_"]) and not recipe.startswith("knowledge"),
+    )
     if not cfg.get("compile", False) and recipe not in _COMPILE_NOTHING:
         yield "compile", "compile=True"
     if cfg.loss["_component_"] != _CHUNKED and RECIPES[recipe] in (next_token, fake_quantized):

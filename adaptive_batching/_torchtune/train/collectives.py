@@ -11,8 +11,8 @@ from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why_not_drained
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import forward_backward
-from adaptive_batching._torchtune.train.splitting import remedy
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
-from adaptive_batching._torchtune.train.splitting import remedy
 from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._values import ConfigError, MemoryAmount, masked, memory_size
 
