@@ -1,6 +1,6 @@
 """A run from its settings to its loop; each step hands its value on to the next.
 
-    settings -> host -> probed -> execution -> course -> loop
+    settings -> host -> sizing -> probed -> execution -> course -> loop
 
 With all fields unset only the host and the loop are made, and the run is stock's.
 """
