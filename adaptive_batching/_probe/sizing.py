@@ -219,13 +219,21 @@ def size_up(
         in_parts=splits or accumulation > 1 or holds_gradients,
         may_stop_early=isinstance(size, ByLength) and not settings.use_maximum_batch_size,
     )  # fmt: skip
+    if rules.keeps_rest:
+        batch_size = min(batch_size, samples)
+    kept = KeepGlobal(batch_size * accumulation) if settings.keep_global_batch else None
     return Sizing(
-        settings.use_maximum_batch_size or bounds_forwards or needs_bound,
-        request, bounds_batch, bounds_forwards, splits, settings,
-        min(batch_size, samples) if rules.keeps_rest else batch_size,
-        KeepGlobal(window) if settings.keep_global_batch else InParts(accumulation, equal_parts),
-        equal_parts, rules,
-    )  # fmt: skip
+        probes=settings.use_maximum_batch_size or bounds_forwards or needs_bound,
+        request=request,
+        bounds_batch=bounds_batch,
+        bounds_forwards=bounds_forwards,
+        splits=splits,
+        settings=settings,
+        batch_size=batch_size,
+        accumulation=kept or InParts(accumulation, equal_parts),
+        equal_parts=equal_parts,
+        rules=rules,
+    )
 
 
 def within(settings: AdaptiveBatchingConfig, upper: int, reason: str) -> tuple[int, str]:

@@ -36,7 +36,7 @@ OF_RUN = [("noise", "few", "of=10"), ("", "x3")]
 def combinations() -> Iterator[str]:
     yield from map(" ".join, product(["recipe", "trainer"], *OF_SETTINGS, *OF_SECTION))
     yield from map(" ".join, product(["recipe"], *OF_SETTINGS, *OF_RUN))
-    yield from map(" ".join, product(["trainer"], *OF_SETTINGS, ["few"], ["", "x3"]))
+    yield from map(" ".join, product(["trainer"], *OF_SETTINGS, ["few"], ["", "x3"], ["", "global"]))
 
 
 def sizing_of(words: str) -> Sizing | None:
@@ -79,7 +79,7 @@ def answers(known: Sizing) -> dict[int | None, Sizes]:
 
 def asked_of(known: Sizing) -> Sizing:
     """Return ``known`` with what is asked of the probe in the end, where a host plans its batches before."""
-    return known.of_forwards(known.accumulation.window(BATCH)) if known.rules.plans_first else known
+    return known.of_forwards(known.accumulation.window(known.batch_size)) if known.rules.plans_first else known
 
 
 def line_of(words: str, known: Sizing) -> str:
