@@ -14,9 +14,7 @@ from typing import Any
 
 from adaptive_batching._values import (
     SEARCH_NAMES,
-    ByLength,
     ConfigError,
-    Explore,
     Fixed,
     MemoryAmount,
     MicroBatchSize,
@@ -160,38 +158,15 @@ class AdaptiveBatchingConfig:
         return self.batch_increase_function is not None
 
     @property
-    def fills_memory(self) -> bool:
-        """True if micro-batches take all that fits alongside the gradients of earlier ones."""
-        if isinstance(self.micro_batch_size, Whole):
-            return self.grows and self.grow_beyond_memory
-        return isinstance(self.micro_batch_size, (ByLength, Explore))
-
-    @property
-    def runs_in_parts(self) -> bool:
-        """True if a forward runs while the gradients of the one before are held."""
-        return self.fills_memory or isinstance(self.micro_batch_size, Fixed)
-
-    @property
-    def only_splits(self) -> bool:
-        """True if a batch stays as it is, and runs in parts of any size."""
-        return isinstance(self.micro_batch_size, ByLength) and not self.use_maximum_batch_size
-
-    @property
-    def growth_is_bound_by_memory(self) -> bool:
-        """True if a batch has to fit in one forward."""
-        return isinstance(self.micro_batch_size, Whole) and not self.grow_beyond_memory
+    def resizes(self) -> bool:
+        """True if a batch may have another size than configured."""
+        return self.use_maximum_batch_size or self.grows
 
     @property
     def enabled(self) -> bool:
         """False for a run as stock's, its checkpoints included."""
-        sizes = self.use_maximum_batch_size or self.grows or not isinstance(self.micro_batch_size, Whole)
-        return sizes or self.save_every_n_steps is not None
-
-    @property
-    def probes(self) -> bool:
-        """True if the largest batch has to be measured."""
-        needs_bound = self.grows and self.growth_is_bound_by_memory and self.max_batch_size is None
-        return self.enabled and (self.use_maximum_batch_size or self.fills_memory or needs_bound)
+        is_split = not isinstance(self.micro_batch_size, Whole)
+        return self.resizes or is_split or self.save_every_n_steps is not None
 
     @classmethod
     def from_mapping(
@@ -221,8 +196,7 @@ class AdaptiveBatchingConfig:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
         settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
         size, maximum = settings.micro_batch_size, settings.max_batch_size
-        is_constant = not (settings.use_maximum_batch_size or settings.grows)
-        if isinstance(size, Fixed) and is_constant and batch_size % size.samples:
+        if isinstance(size, Fixed) and not settings.resizes and batch_size % size.samples:
             raise ConfigError(
                 f"micro_batch_size={size} does not divide batch_size={batch_size}; these do: {divisors_of(batch_size)}"
             )

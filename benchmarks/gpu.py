@@ -37,7 +37,8 @@ from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, release_cached_memory
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._torchtune.cli.quickstart import Architecture, build
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
@@ -78,9 +79,9 @@ def measure_probe(model: str, device: str) -> dict[str, Any]:
     def bind(trained: torch.nn.Module, optimizers: Any) -> Callable[[Any], None]:
         return lambda batch: task.step(trained, optimizers[0], batch)
 
-    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
+    config = AdaptiveBatchingConfig.from_mapping({"headroom": 0})
     step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
-    result = find_largest(step, config, memory_meter(device), ProbeRequest(probe_vs_peers.MAX_SIZE))
+    result = find_largest(step, config, memory_meter(device), ProbeRequest(probe_vs_peers.MAX_SIZE, rounds=False))
     steps, errors = task.num_steps, task.num_out_of_memory
     answer = next(m for m in result.measurements if m.batch_size == result.batch_size and m.fits)
     beyond = min((size for size, _ in result.predicted if size > result.batch_size), default=None)

@@ -58,7 +58,8 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, num_allocation_retries
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._trace.training import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
@@ -202,7 +203,8 @@ def predict(task: Task, **settings: Any) -> Search:
     def search() -> int:
         config = AdaptiveBatchingConfig.from_mapping({"headroom": 0, **settings})
         step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
-        return find_largest(step, config, memory_meter(task.device), ProbeRequest(MAX_SIZE)).batch_size
+        request = ProbeRequest(MAX_SIZE, rounds=config.round_to_power_of_two)
+        return find_largest(step, config, memory_meter(task.device), request).batch_size
 
     return search
 

@@ -19,20 +19,8 @@ def read(fields: dict[str, Any], **values: Any) -> AdaptiveBatchingConfig:
 def test_defaults_are_off_and_null_means_the_default() -> None:
     config = AdaptiveBatchingConfig.from_mapping(None)
     assert config == AdaptiveBatchingConfig()
-    assert not config.enabled and not config.probes
+    assert not config.enabled
     assert read({"headroom": None, "memory_limit": None, "max_batch_size": None, "sequence_length": None}) == config
-
-
-@pytest.mark.parametrize(
-    ("use_maximum", "function", "bound", "probes"),
-    [(True, None, None, True), (False, "a.b", None, True), (False, "a.b", 8, False), (True, "a.b", 8, True)],
-)
-def test_a_bound_makes_the_probe_needless_for_growth_alone(
-    use_maximum: bool, function: str | None, bound: int | None, probes: bool
-) -> None:
-    config = read({"max_batch_size": bound}, use_maximum_batch_size=use_maximum, batch_increase_function=function)
-    assert config.enabled
-    assert config.probes == probes
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from adaptive_batching._loop.samples import (
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import num_collectives
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
@@ -247,8 +248,9 @@ class AdaptiveStep(Generic[Sample]):
             whole, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
             owners=[self._loss], on_cuda=device.type == "cuda",
         )  # fmt: skip
-        request = ProbeRequest(int(ranks.smallest(upper)), ranks=ranks)
-        result = find_largest(step, settings, memory_meter(device), request)
+        rounds = settings.round_to_power_of_two
+        request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)
+        result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
         self._limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 

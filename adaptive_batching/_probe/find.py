@@ -6,7 +6,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from adaptive_batching._probe.does_not_fit import (
 )
 from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, StepTimes, settle_for_enough
 from adaptive_batching._probe.sizes import Measure, Measurement, ProbeResult, SizesRun, candidate_sizes
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
@@ -42,23 +43,6 @@ log = logging.getLogger(__name__)
 _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}
 
 
-@dataclass(frozen=True)
-class ProbeRequest:
-    """The bounds and options of one search."""
-
-    upper: int  # largest size to try; at least 1
-    upper_reason: str = "upper bound"  # why no larger one is tried
-    include: int | None = None  # a size to consider although it is not a power of two
-    # Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does not fit,
-    # this saves the step that would prove it, and its out-of-memory error.
-    coarse: bool = False
-    # Noted by the step. With search="predict", look no further than is of use by those of the two smallest sizes.
-    times: StepTimes | None = None
-    ranks: Ranks = ALONE  # that run the step together, each on its own device; the answer fits on every one
-    remedy: str = ""  # what to do if a batch of one does not fit, such as "set ..."
-    scratch: Path | None = None  # for saved weights and states if the folder for temporary files has no room
-
-
 class _Search:
     """A search by steps that all ranks run alike, and what is known so far.
 
@@ -67,10 +51,11 @@ class _Search:
     """
 
     def __init__(
-        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: ProbeRequest
-    ) -> None:
+        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks, *,
+        rounds: bool, times: StepTimes | None, scratch: Path | None,
+    ) -> None:  # fmt: skip
         self._step, self._config, self._meter = step, config, meter
-        self._question, self._ranks = question, question.ranks
+        self._ranks, self._rounds, self._times, self._scratch = ranks, rounds, times, scratch
         self._num_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
@@ -85,7 +70,7 @@ class _Search:
         meter, ranks = self._meter, self._ranks
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
         stopped_at = None if meter.fails_safely else memory_available(self._config, meter)
-        self._trial = trial = Trial(self._step, meter, self.own_budget, self._question.scratch, ranks.all, stopped_at)
+        self._trial = trial = Trial(self._step, meter, self.own_budget, self._scratch, ranks.all, stopped_at)
         try:
             with trial:
                 if ranks.all(True):  # a rank that failed on entry takes part below, with False
@@ -96,7 +81,7 @@ class _Search:
             ranks.all(False)
 
     def _search(self, trial: Trial, candidates: Sequence[int]) -> None:
-        meter, ranks, times = self._meter, self._ranks, self._question.times
+        meter, ranks, times = self._meter, self._ranks, self._times
         search, by_curve = SEARCHES[self._config.search], self._config.search == "predict"
         self._start = time.perf_counter()
         self._share(trial)
@@ -189,7 +174,7 @@ class _Search:
             freed_bytes=int(ranks.largest(here.freed_bytes)), makes_states=here.makes_states,
         )  # fmt: skip
 
-    def why_nothing_fits(self) -> str:
+    def why_nothing_fits(self, remedy: str) -> str:
         """Explain that the optimizer states, or a single sample, do not fit."""
         step, meter, sizes = self._step, self._meter, self.sizes
         limit, measured = (self.own_budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
@@ -210,7 +195,7 @@ class _Search:
             answer = unexplained(limit, measured, predicted, self._trial.failure)
             if answer is not None:
                 return answer
-        return explain(meter.device, limit, measured, predicted, self._question.remedy)
+        return explain(meter.device, limit, measured, predicted, remedy)
 
     def predicted(self, sizes: SizesRun) -> list[tuple[int, int]]:
         """Return points around the sizes that ran, of the curve by which the search decided."""
@@ -225,7 +210,7 @@ class _Search:
 
     def exact(self, sizes: SizesRun) -> int | None:
         """Return the largest size that is predicted to fit, where larger than the answer, which memory bounds."""
-        if self.traced is None or not self._config.round_to_power_of_two or sizes.low + 1 == len(sizes.candidates):
+        if self.traced is None or not self._rounds or sizes.low + 1 == len(sizes.candidates):
             return None
         known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
         found, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
@@ -280,26 +265,46 @@ def find_maximum_batch_size(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     step = TrainingStep(model, optimizers, make_batch, bind, on_cuda=device.type == "cuda")
-    return find_largest(step, config, memory_meter(device), ProbeRequest(upper))
+    return find_largest(step, config, memory_meter(device), ProbeRequest(upper, rounds=config.round_to_power_of_two))
 
 
 @little_to_collect()
 def find_largest(
-    step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: ProbeRequest
+    step: TrainingStep,
+    config: AdaptiveBatchingConfig,
+    meter: MemoryMeter,
+    request: ProbeRequest,
+    *,
+    ranks: Ranks = ALONE,
+    times: StepTimes | None = None,
+    remedy: str = "",
+    scratch: Path | None = None,
 ) -> ProbeResult:
-    """Find the largest batch size of any step, as :func:`find_maximum_batch_size` does."""
-    upper = question.upper
+    """Find the largest batch size of any step, as :func:`find_maximum_batch_size` does.
+
+    Args:
+        step: The step to run.
+        config: Provides ``search``, ``memory_limit`` and ``headroom``.
+        meter: Of the device.
+        request: The sizes to consider.
+        ranks: That run the step together, each on its own device; the answer fits on every one.
+        times: Noted by the step; needed for a search that may stop early.
+        remedy: What to do if a batch of one does not fit, such as "set ...".
+        scratch: For saved weights and states if the folder for temporary files has no room.
+    """
+    upper = request.upper
     if upper < 1:
         raise ConfigError(f"upper={upper} must be at least 1, as the largest batch size to try")
     start = time.perf_counter()
     meter.release()
-    require_room(config, meter, question.ranks)
-    search = _Search(step, config, meter, question)
+    require_room(config, meter, ranks)
+    times = times if request.may_stop_early else None
+    search = _Search(step, config, meter, ranks, rounds=request.rounds, times=times, scratch=scratch)
     candidates = candidate_sizes(
         upper,
-        powers_of_two=config.round_to_power_of_two,
-        include=question.include,
-        coarse=question.coarse and config.search == "predict",  # the other searches walk through a list one by one
+        powers_of_two=request.rounds,
+        include=request.include,
+        coarse=request.coarse and config.search == "predict",  # the other searches walk through a list one by one
     )
     log.info(
         "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
@@ -310,8 +315,8 @@ def find_largest(
     search.run(candidates)
     sizes, traced, settled = search.sizes, search.traced, search.settled
     if sizes is None or sizes.found is None:
-        raise DoesNotFitError(search.why_nothing_fits())
-    batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else question.upper_reason
+        raise DoesNotFitError(search.why_nothing_fits(remedy))
+    batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else request.upper_reason
     predicted, moment, kinds = search.predicted(sizes), "", dict[str, int]()
     if traced is not None and traced.is_uniform:
         moment, kinds = traced.at(settled or batch_size).at_peak()

@@ -21,7 +21,8 @@ import adaptive_batching
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._values import ByLength, Explore, memory_size
+from adaptive_batching._probe.sizing import ProbeRequest
+from adaptive_batching._values import memory_size
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Found:
         result = self.result
         if result.enough is not None or self.ends_at_bound or available <= _NOISE * result.budget_bytes:
             return None
-        rounds = self.conditions.settings["round_to_power_of_two"]
+        rounds = self.conditions.settings["rounds"]
         larger = 1 << self.samples.bit_length() if rounds else self.samples + max(self.samples // 8, 1)
         larger = min(larger, self.upper)
         sizes = [size for size, _ in result.predicted]
@@ -172,18 +173,17 @@ def taken_again(
     return bounded
 
 
-def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
-    """Return what memory depends on in the settings of adaptive batching."""
-    size = settings.micro_batch_size
+def settings_of_memory(settings: AdaptiveBatchingConfig, request: ProbeRequest) -> dict[str, Any]:
+    """Return how a probe has searched, within what memory and for what, other than its upper bound."""
     return {
         "search": settings.search,
-        "round_to_power_of_two": settings.round_to_power_of_two,
         "memory_limit": None if (limit := settings.memory_limit) is None else [limit.num_bytes, limit.fraction],
         "headroom": [settings.headroom.num_bytes, settings.headroom.fraction],
-        "fills_memory": settings.fills_memory,
-        "runs_in_parts": settings.runs_in_parts,
-        "cuts_by_length": isinstance(size, (ByLength, Explore)),
-        "only_splits": settings.only_splits,
+        "include": request.include,
+        "rounds": request.rounds,
+        "coarse": request.coarse,
+        "in_parts": request.in_parts,
+        "may_stop_early": request.may_stop_early,
     }
 
 

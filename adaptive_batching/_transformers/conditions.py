@@ -17,6 +17,7 @@ from adaptive_batching._probe.found import (
     settings_of_memory,
     versions_of,
 )
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._values import masked
 
 _VERSIONS = ("transformers", "accelerate", "peft", "trl", "bitsandbytes")
@@ -40,8 +41,9 @@ _PREFIXES_NOT_OF_MEMORY = (
 
 
 def conditions_of(
-    trainer: Any, settings: AdaptiveBatchingConfig, facts: Mapping[str, Any], meter: MemoryMeter, ranks: int
-) -> Conditions:
+    trainer: Any, settings: AdaptiveBatchingConfig, request: ProbeRequest, facts: Mapping[str, Any], meter: MemoryMeter,
+    ranks: int,
+) -> Conditions:  # fmt: skip
     """Return what memory depends on in a trainer; ``facts`` are what the run adds."""
     arguments = {
         name: value
@@ -62,6 +64,6 @@ def conditions_of(
     models = {name: described(value) for name, value in others.items() if name != "model_wrapped"}
     devices = described_devices(meter, ranks, is_sharded=trainer.is_fsdp_enabled)
     return Conditions(
-        plain(settings_of_memory(settings)), plain(masked(run)), {"model": described(trainer.model), **models},
+        plain(settings_of_memory(settings, request)), plain(masked(run)), {"model": described(trainer.model), **models},
         versions_of(_VERSIONS), devices,
     )  # fmt: skip

@@ -109,12 +109,12 @@ class Recording(TrainerCallback):
     @_watching
     def on_train_begin(self, report: Report, state: Any, *, lr_scheduler: Any = None, **kwargs: Any) -> None:
         run, step = self._run, state.global_step
-        assert run.course is not None and run.maximum is not None
+        assert run.course is not None and run.sizes is not None
         self._peak, self._last = PeakSoFar(self._trainer.args.device), time.perf_counter()
         self._epoch, steps = run.course.place_of(step)
         self._next_epoch, self._resumes_epoch = self._epoch, steps > 0
         if run.probe is None:
-            report.maximum(*run.maximum)
+            report.maximum(run.sizes.maximum, run.sizes.reason)
         else:
             report.probe(run.probe, sequence_length=run.longest or 1, of=run.probed, waited=run.waited)
         if steps:

@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set
+from adaptive_batching._transformers.before_training import BeforeTraining
 from adaptive_batching._transformers.handed_out import (
     Samples,
     StepInputs,
@@ -107,6 +108,8 @@ class AdaptiveTraining:
         if self.adaptive is not None and self.adaptive.begins:
             self.adaptive.begins = False
             self.adaptive.prepare(dataloader)
+            if self.adaptive.only_finds:
+                raise BeforeTraining
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         course = None if self.adaptive is None else self.adaptive.course
         if course is None:

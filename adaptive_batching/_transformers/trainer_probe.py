@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._memory import little_to_collect, memory_meter
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest
+from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import Snapshot
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
@@ -39,10 +42,10 @@ To undo that, it takes whatever ``forward`` a model has as an attribute for its 
 
 @little_to_collect()  # by Accelerate, too
 def probe(
-    trainer: Any, step: StepInParts, extremes: tuple[Sample, Sample], settings: AdaptiveBatchingConfig,
-    request: ProbeRequest, *, in_parts: bool,
+    trainer: Any, step: StepInParts, extremes: Sequence[Sample], settings: AdaptiveBatchingConfig,
+    request: ProbeRequest, *, ranks: Ranks, scratch: Path,
 ) -> ProbeResult:  # fmt: skip
-    """Return how many of the longest samples fit in a forward; ``in_parts`` if gradients of others are held meanwhile.
+    """Return how many of the longest samples fit in a forward.
 
     ``extremes`` are the longest and the shortest of the data. A batch of several has the shortest as well, so that it
     is padded as in training: only then do models of transformers make a mask, by the square of the length.
@@ -77,7 +80,7 @@ def probe(
 
             def run(batch: Any) -> None:
                 forward = partial(timed if model is whole else forward_backward, *batch)
-                forwards = [forward] * (2 if in_parts else 1)
+                forwards = [forward] * (2 if request.in_parts else 1)
                 if not step.models or model is not whole:
                     for forward in forwards:
                         forward()
@@ -95,7 +98,9 @@ def probe(
         traced = TrainingStep(
             whole, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda"
         )  # fmt: skip
-        return find_largest(traced, settings, memory_meter(device), request)
+        return find_largest(
+            traced, settings, memory_meter(device), request, ranks=ranks, times=step.times, scratch=scratch
+        )
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.training import TrainingStep
@@ -24,7 +25,7 @@ from tests.support.steps import step_of
 
 GIB, MIB = 2**30, 2**20
 WIDTH = 4096
-CONFIG = AdaptiveBatchingConfig(use_maximum_batch_size=True, round_to_power_of_two=False)
+CONFIG = AdaptiveBatchingConfig()
 pages: list[torch.Tensor] = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
 
 
@@ -44,7 +45,7 @@ def make_step(make_optimizer: Callable[..., Optimizer], **arguments: Any) -> Tra
 
 def largest(step: TrainingStep) -> tuple[int, int]:
     """The largest batch, and how often the probe ran out of memory."""
-    result = find_largest(step, CONFIG, memory_meter("cuda"), ProbeRequest(64))
+    result = find_largest(step, CONFIG, memory_meter("cuda"), ProbeRequest(64, rounds=False))
     return result.batch_size, result.num_out_of_memory
 
 

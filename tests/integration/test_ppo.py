@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     common = [*ONE_STEP, f"gradient_accumulation_steps={backwards}"]
     whole = undisturbed(*common, stock=True)
     if size == "auto":
-        monkeypatch.setattr(probing, "settled", lambda settings, found, *_: replace(found, capacity=3))
+        monkeypatch.setattr(probing.Probed, "capacity", 3)
     split = run(*common, LIMIT, f"micro_batch_size={size}", name="split")
     if size == "auto":
         assert events(split, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from adaptive_batching._probe.sizing import size_up
 from adaptive_batching._report.events import read_events
 from adaptive_batching._report.page import write_page
 from adaptive_batching._torchtune.train.loop import TrainingLoop
@@ -116,7 +117,8 @@ def check_what_is_pasted(folder: Path, record: dict[str, Any]) -> None:
         record["run"][0]["config"], OmegaConf.create(read_page(folder / "report.html").codes[0])
     )
     settings = read_settings(pasted)
-    assert not settings.probes and settings.max_batch_size == record["probe"][0]["batch_size"]
+    probes = size_up(settings, batch_size=1, accumulation=1, samples=64).probes
+    assert not probes and settings.max_batch_size == record["probe"][0]["batch_size"]
 
 
 def check_that_it_is_made_again(run: Run) -> None:

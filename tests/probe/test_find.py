@@ -19,8 +19,9 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import Segments
 from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._trace import allocator
 from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.training import TrainingStep
@@ -56,7 +57,8 @@ def real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device) if traced else None)
-        return find_largest(device.training_step(), config, device, ProbeRequest(upper))
+        request = ProbeRequest(upper, rounds=config.round_to_power_of_two)
+        return find_largest(device.training_step(), config, device, request)
 
 
 def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool:
@@ -259,7 +261,7 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     config = replace(EXACT, memory_limit=MemoryAmount(num_bytes=2 * GIB))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
-        find_largest(device.training_step(), config, device, ProbeRequest(8, remedy="set half the length"))
+        find_largest(device.training_step(), config, device, ProbeRequest(8), remedy="set half the length")
     message = str(error.value)
     why = (
         r"it took 2\.\d+ GiB, \d+ MiB too much; set half"
@@ -294,7 +296,7 @@ def test_one_error_in_the_smallest_step_changes_nothing_and_two_are_not_explaine
     device.disturbances = 10**6
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
-        find_largest(device.training_step(), config, device, ProbeRequest(2, remedy="set half the length"))
+        find_largest(device.training_step(), config, device, ProbeRequest(2), remedy="set half the length")
     assert re.search(r"ran out of memory twice, though only about \d+ MiB of 20.00 GiB was predicted", str(error.value))
     assert "The error was: CUDA error: out of memory." in str(error.value)
     assert "half the length" not in str(error.value)

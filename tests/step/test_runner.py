@@ -13,7 +13,8 @@ from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
@@ -138,9 +139,9 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
     layers = [Layer(weights, kept * KIB, passing * KIB)] * 6
     device = Device(4 * 6 * weights + room, layers, libraries_bytes=24 * MIB)
     step = device.training_step()
-    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "search": "binary_search"})
+    config = AdaptiveBatchingConfig.from_mapping({"search": "binary_search"})
     try:
-        found = find_largest(step, config, device, ProbeRequest(64))
+        found = find_largest(step, config, device, ProbeRequest(64, rounds=False))
     except DoesNotFitError:
         return
     run = Training(device, device.length * found.batch_size)

@@ -77,7 +77,7 @@ def test_every_stock_config_of_a_recipe_works_with_ours(recipe: str) -> None:
         assert not read(cfg).enabled, config.name
         cfg.use_maximum_batch_size = True
         cfg.adaptive_batching = {"memory_limit": "40GiB", "max_batch_size": 1024}
-        assert read(cfg).probes, config.name
+        assert read(cfg).enabled, config.name
 
 
 def test_a_recipe_that_torchtune_does_not_ship_is_named() -> None:

@@ -10,6 +10,7 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batching._probe.found import settings_of_memory
+from adaptive_batching._probe.sizing import size_up
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.train.probing import CacheInputs
 from adaptive_batching._torchtune.train.settings import read_settings
@@ -21,8 +22,13 @@ def changed(**settings: Any) -> bool:
     cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
     for key, value in settings.items():
         OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
-    keys = [{**CacheInputs(each).config(), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
-    return keys[0] != keys[1]
+
+    def depends_on(cfg: Any) -> dict[str, Any]:
+        settings = read_settings(cfg)
+        request = size_up(settings, batch_size=2, accumulation=1, samples=64).request
+        return {**CacheInputs(cfg).config(), **settings_of_memory(settings, request)}
+
+    return depends_on(cfg) != depends_on(other)
 
 
 MATTER: list[dict[str, Any]] = [

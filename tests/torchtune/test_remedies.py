@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.losses import Distillation
 from adaptive_batching._torchtune.stock.objective import StockParts
-from adaptive_batching._torchtune.train.splitting import remedy
 from tests.support.hosts import host
 
 CUDA = torch.device("cuda")

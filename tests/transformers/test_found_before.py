@@ -33,7 +33,7 @@ class Memory:
         monkeypatch.setattr(f"{module}.memory_budget", lambda *_: self.num_bytes)
 
     def _probe(self, trainer: Any, step: Any, extremes: Any, settings: Any, request: Any, **_: Any) -> ProbeResult:
-        candidates = candidate_sizes(request.upper, powers_of_two=settings.round_to_power_of_two)
+        candidates = candidate_sizes(request.upper, powers_of_two=request.rounds)
         size = [each for each in candidates if 10 * each <= self.num_bytes][-1]
         self.probed.append(size)
         reason = "memory" if size < candidates[-1] else request.upper_reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def without_probe(trainer: Any, found: Found | int) -> Any:
     run, known = trainer.adaptive, found
 
     def find(*args: Any, **kwargs: Any) -> Found:
-        run._found = known
+        run._known = replace(run._known, found=known)
         return known
 
     run._find = find

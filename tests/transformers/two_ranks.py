@@ -141,14 +141,14 @@ def comparing(found: dict[str, Any]) -> Iterator[None]:
     """Have a probe note what is predicted of a step of 2 and of 8 samples, what it takes, and all that is warned of."""
     found["warned"] = []
 
-    def compare(step: TrainingStep, *more: Any) -> Any:
+    def compare(step: TrainingStep, *more: Any, **named: Any) -> Any:
         def leave_out(issued: Any, call: Any, arguments: Any, async_op: bool) -> None:
             """Send nothing: gloo makes copies, which a device does not."""
             issued.append(fsdp._Collective.of(*arguments))
 
         with mock.patch.object(fsdp, "_issue", leave_out), unchanged(step.model, step.optimizers, None):
             found["predicted"] = predicted_and_real(step, (2, 8))
-        return find_largest(step, *more)
+        return find_largest(step, *more, **named)
 
     log, handler = logging.getLogger("adaptive_batching"), logging.Handler("WARNING")
     handler.emit = lambda record: found["warned"].append(record.getMessage())  # type: ignore[method-assign]

@@ -216,12 +216,12 @@ def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
         return None, ["Epochs: number of samples unknown; give --samples"]
     if not made.largest:
         return None, ["Epochs: not planned, as no memory is given or nothing fits"]
-    probed, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
+    found, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
     rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
     for epoch in epochs:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
         rows.append([str(epoch.epoch), sizes, windows, str(epoch.steps), str(epoch.dropped_samples)])
-    head = f"Epochs, with batches of at most {probed.maximum} ({probed.reason})"
+    head = f"Epochs, with batches of at most {found.maximum} ({found.reason})"
     head += "" if is_decided else "; growth is decided during training and not shown"
     return [asdict(epoch) for epoch in epochs], [head, *_table(rows)]
 

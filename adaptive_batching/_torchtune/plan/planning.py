@@ -25,18 +25,20 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._plan import Forecast, MemoryEstimate, outside_of_allocator
 from adaptive_batching._probe.sizes import candidate_sizes
+from adaptive_batching._probe.sizing import Sizes
 from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.less_memory import of_activations
 from adaptive_batching._torchtune.stock.losses import fake_quantized, next_token
 from adaptive_batching._torchtune.stock.stand_ins import image_of
-from adaptive_batching._torchtune.train.growing import Growth, accumulation_of, make_controller, resolve_increase
-from adaptive_batching._torchtune.train.probing import Probed, accumulates, settled, upper_bound
+from adaptive_batching._torchtune.train.growing import Growth, make_controller, resolve_increase
+from adaptive_batching._torchtune.train.probing import sizing_of
 from adaptive_batching._torchtune.train.settings import read_settings
 from adaptive_batching._torchtune.train.splitting import SplitPolicy
 from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
 from adaptive_batching._trace.trace import trace_step
-from adaptive_batching._values import ConfigError, Fixed, Whole, first_line
+from adaptive_batching._values import ConfigError, first_line
 
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a sample in a table
@@ -106,50 +108,41 @@ def sketch(question: PlanRequest, length: int) -> TracedPlan:
     """Set a run up on paper and trace its step on samples of ``length`` tokens: two forwards where gradients add up."""
     allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
-        set_up = allocations.so_far(empties_cache=question.devices > 1 or settings.probes)
+        asked = sizing_of(host, run, settings)
+        set_up = allocations.so_far(empties_cache=question.devices > 1 or asked.probes)
         most = min(int(getattr(model, "max_seq_len", length)) for model in host.models)
         if length > most:
             raise TooLongError(
                 f"samples have {length} tokens, but the model takes at most {most}; set tokenizer.max_seq_len"
             )
         data: Data = host.loader.dataset
-        in_parts = accumulates(host, run, settings, measures_noise=False)
+        in_parts = asked.request.in_parts
         step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
         forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         assumes = "both answers of each pair have that length" if data.pairs else None
         return TracedPlan(
-            question, length, forecast, _asked(run, settings), sum(map(paged_bytes, host.optimizers)),
+            question, length, forecast, asked.least_forward, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes,
         )  # fmt: skip
 
 
-def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
-    """Return the least forward that the settings leave to a run: 1 where it takes what fits."""
-    if isinstance(settings.micro_batch_size, Fixed):
-        return settings.micro_batch_size.samples
-    takes_what_fits = settings.use_maximum_batch_size and not settings.grows
-    return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1
-
-
-def look_out(question: PlanRequest, length: int, largest: int) -> tuple[Probed, list[PlannedEpoch], bool]:
+def look_out(question: PlanRequest, length: int, largest: int) -> tuple[Sizes, list[PlannedEpoch], bool]:
     """Return a run's largest batch if ``largest`` samples fit, its epochs, and whether training cannot change them."""
     with _set_up(question, length) as (host, run, settings):
         increase = resolve_increase(settings)
-        upper, reason = upper_bound(host, run, settings)
-        probed = Probed(upper, reason, settings.micro_batch_size)
-        if settings.probes:
-            rounds = settings.round_to_power_of_two and not settings.fills_memory
-            sizes = candidate_sizes(upper, powers_of_two=rounds, include=run.batch_size if settings.grows else None)
-            found = max((size for size in sizes if size <= largest), default=1)
-            by = reason if found == sizes[-1] else "memory"
-            probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
-        controller = make_controller(host, run, increase, accumulation_of(settings, run), probed, {})
+        asked = sizing_of(host, run, settings)
+        request, sizes = asked.request, asked.unprobed
+        if asked.probes:
+            candidates = candidate_sizes(request.upper, powers_of_two=request.rounds, include=request.include)
+            found = max((size for size in candidates if size <= largest), default=1)
+            sizes = asked.settle(found, request.upper_reason if found == candidates[-1] else "memory")
+        controller = make_controller(host, run, increase, asked.accumulation, sizes, {})
         is_decided = controller.decides_early and increase.noise_scale_every is None
         split_policy = SplitPolicy(is_stock=not settings.enabled)
         growth = Growth(host, run, replace(increase, noise_scale_every=None), controller, split_policy, {})
-        return probed, growth.course.plan(0), is_decided
+        return sizes, growth.course.plan(0), is_decided
 
 
 @contextlib.contextmanager
@@ -207,15 +200,11 @@ def levers(question: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanR
 
 def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
     cfg, recipe = question.cfg, question.recipe
-    checkpoints, checkpointing = cfg.get("enable_activation_checkpointing"), "enable_activation_checkpointing=True"
-    offloading = "enable_activation_offloading=True"
-    if not checkpoints:
-        yield "activation checkpointing", checkpointing
-    if not cfg.get("enable_activation_offloading", False) and not recipe.startswith("knowledge"):
-        if checkpoints:
-            yield "activation offloading", offloading
-        else:
-            yield "activation checkpointing and offloading", f"{offloading} {checkpointing}"
+    yield from of_activations(
+        checkpoints=bool(cfg.get("enable_activation_checkpointing")),
+        offloads=bool(cfg.get("enable_activation_offloading", False)),
+        can_offload=not recipe.startswith("knowledge"),
+    )
     if not cfg.get("compile", False) and recipe not in _COMPILE_NOTHING:
         yield "compile", "compile=True"
     if cfg.loss["_component_"] != _CHUNKED and RECIPES[recipe] in (next_token, fake_quantized):

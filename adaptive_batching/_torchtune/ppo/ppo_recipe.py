@@ -13,10 +13,10 @@ import torch
 from omegaconf import DictConfig
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.controller import Accumulation, InParts
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest, Sizing, size_up
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
@@ -27,7 +27,7 @@ from adaptive_batching._torchtune.stock.loading import replaced_in
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
 from adaptive_batching._torchtune.train.growing import StockSchedule
 from adaptive_batching._torchtune.train.loop import Training
-from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe, upper_bound
+from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import check_ppo_settings
@@ -132,10 +132,15 @@ class PPOSession(Session):
 
     _rollout_limit: TokenLimit = field(default_factory=TokenLimit, init=False)
 
-    def _accumulation(self) -> Accumulation:
-        return InParts(parts=self.stock.parts)
+    def _sizing(self, cache_inputs: CacheInputs) -> Sizing:
+        """Return what is asked of a probe of backward passes: a batch has as many of equal size as configured."""
+        run, stock = self.run, self.stock
+        return size_up(
+            self.settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=self.host.samples_per_rank,
+            run_samples=run.samples, equal_parts=stock.parts, holds_gradients=stock.backwards > 1,
+        )  # fmt: skip
 
-    def _find_maximum(self, cache_inputs: CacheInputs, report: Report) -> Probed:
+    def _find_maximum(self, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> Probed:
         """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
 
         A batch that is not split is as many backward passes as the config has in one, each of the largest size.
@@ -143,11 +148,9 @@ class PPOSession(Session):
         host, stock, run, settings = self.host, self.stock, self.run, self.settings
         parts, objective = stock.parts, host.objective
         assert isinstance(objective, Trajectories)
-        upper, reason = upper_bound(host, run, settings)
-        upper = upper // parts * parts
-        if not settings.probes:
-            report.maximum(upper, reason)
-            return Probed(upper, reason, settings.micro_batch_size)
+        if not sizing.probes:
+            report.maximum(sizing.upper, sizing.request.upper_reason)
+            return Probed(sizing.unprobed)
         most_tokens = getattr(stock.model.policy, "max_seq_len", None)  # of prompt and response
         prompt = worst_case_sample(
             host.loader.dataset,
@@ -160,21 +163,19 @@ class PPOSession(Session):
         one = longest(stock, length)
         row_bytes = sum(tensor.nbytes for tensor in (*one.trajectory, one.advantages, one.returns))
         # Is the batch as many backward passes of the size that is found as the config has in one?
-        follows = settings.growth_is_bound_by_memory if settings.grows else settings.use_maximum_batch_size
+        follows, upper = sizing.bounds_batch, sizing.upper
         worst = objective.at_worst(one, lambda rows: (rows * parts if follows else upper) * row_bytes)
         [sample] = worst.rows([0])
         log.info("probing backward passes, of prompts of %d tokens and %d generated", length, generated)
-        of_backward = replace(run, batch_size=run.batch_size // parts, accumulation=stock.backwards)
         as_worst, folder = replace(host, objective=worst), report.directory
-        probe = Probe(as_worst, of_backward, settings, cache_inputs, sample, upper // parts, reason, folder)
+        probe = Probe(as_worst, run, sizing, cache_inputs, sample, folder)
         start = time.perf_counter()
         of_probe = probe.find()
         waited = time.perf_counter() - start
         length_of_rows = len(worst.tokens(sample))
         report.probe(of_probe.result, sequence_length=length_of_rows, of="most in a backward", waited=waited)
         found = probe.probed(of_probe)
-        found = replace(found, maximum=found.maximum * parts)
-        most_rows = found.maximum if follows else upper
+        most_rows = found.sizes.maximum if follows else upper
         step = self._rollout_step(length, most_rows, row_bytes)
         rollout = self._probe_rollouts(step, most_rows, length, cache_inputs, folder)
         report.rollout(rollout, prompt_length=length, generated=generated)
@@ -191,14 +192,15 @@ class PPOSession(Session):
             f"{prompt_tokens}"
         )
 
+        # Rows of a forward are no size of training.
+        request = ProbeRequest(most_rows, "the largest batch", rounds=False, coarse=True)
+
         def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
-            question = ProbeRequest(most_rows, "the largest batch", coarse=True, remedy=remedy, scratch=folder)
-            settings = replace(settings, round_to_power_of_two=False)  # rows of a forward are no size of training
-            return find_largest(step, settings, meter, question)
+            return find_largest(step, settings, meter, request, remedy=remedy, scratch=folder)
 
         facts = {"recipe": f"{self.host.name}, rollout", "held": most_rows, "sequence_length": prompt_tokens}
         inputs, path = replace(cache_inputs, found=None), folder / "probe_rollout.json"
-        return cached_probe(self.host, self.settings, inputs, facts, most_rows, path, find).result
+        return cached_probe(self.host, self.settings, inputs, facts, request, path, find).result
 
     def _rollout_step(self, prompt_tokens: int, held_rows: int, row_bytes: int) -> TrainingStep:
         """Return a rollout to measure. It is not traced: that takes as long as to run it, token by token."""

@@ -11,19 +11,19 @@ from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why_not_drained
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import forward_backward
-from adaptive_batching._torchtune.train.splitting import remedy
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
 
 def collectives_of(
-    host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
+    host: Host, settings: AdaptiveBatchingConfig, *, probes: bool, measures_noise: bool
 ) -> tuple[MicroBatchCollectives | None, str]:
     """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
     why = _why_not_possible(host)
-    if why and settings.probes:
+    if why and probes:
         raise ConfigError(
             f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False and, to "
             "grow, adaptive_batching.max_batch_size"
@@ -37,7 +37,7 @@ def collectives_of(
         if settings.recover_from_oom:
             log.warning("recovery from out-of-memory errors is off: %s", why)
         return None, why
-    if not settings.recover_from_oom and not settings.probes and not measures_noise:
+    if not settings.recover_from_oom and not probes and not measures_noise:
         return None, ""
     if not settings.enabled and (failure := host.ranks.connect()):
         # What asks for more than stock does cannot go on without; this can.

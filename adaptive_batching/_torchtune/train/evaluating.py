@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
@@ -20,7 +19,8 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, within_memory_limit
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.sizing import ProbeRequest, within
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
 from adaptive_batching._trace.training import TrainingStep
@@ -221,9 +221,7 @@ class BatchesThatFit:
             assert isinstance(self._batch_size, int)
             fits = longest * self._batch_size
             return AutoBatcher(fits, self._discard, most=self._batch_size, remedy=remedy)
-        upper, reason = len(lengths), f"the {len(lengths)} rows of these requests"
-        if settings.max_batch_size is not None and settings.max_batch_size <= upper:
-            upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+        upper, reason = within(settings, len(lengths), f"the {len(lengths)} rows of these requests")
         try:
             meter = memory_meter(self.device)
         except NotImplementedError as error:
@@ -235,9 +233,10 @@ class BatchesThatFit:
 
         result = find_largest(
             TrainingStep(self.model, [], range, lambda *_: run, self._discard, can_be_traced=False),
-            replace(settings, round_to_power_of_two=False),  # which the results do not depend on
+            settings,
             meter,
-            ProbeRequest(upper, reason, coarse=True, remedy=remedy),
+            ProbeRequest(upper, reason, rounds=False, coarse=True),  # the results do not depend on the size
+            remedy=remedy,
         )
         fits, most = longest * result.batch_size, settings.max_batch_size
         recovers = settings.recover_from_oom

@@ -21,9 +21,10 @@ from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import held_back
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter, remedy
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Fixed, SplitSize
 
 log = logging.getLogger(__name__)

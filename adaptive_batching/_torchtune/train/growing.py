@@ -17,16 +17,16 @@ from torchtune.modules.peft import get_adapter_params
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
-from adaptive_batching._growth.controller import Accumulation, BatchController, Decision, FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.controller import Accumulation, BatchController, Decision
 from adaptive_batching._growth.increase import IncreaseFunction, is_planned, planned, reads_noise_scale, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._growth.noise_scale import NoiseEstimate
+from adaptive_batching._probe.sizing import Sizes
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.learning_rate import LearningRate
 from adaptive_batching._torchtune.train.noise_meter import NoiseMeter
-from adaptive_batching._torchtune.train.probing import Probed
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy
 from adaptive_batching._values import ByLength, ConfigError
 
@@ -68,21 +68,17 @@ def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
     return Increase(settings, name, function, every)
 
 
-def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
-    return KeepGlobal(run.window) if settings.keep_global_batch else FixedAccumulation(run.accumulation)
-
-
 def make_controller(
-    host: Host, run: StockRun, increase: Increase, accumulation: Accumulation, probed: Probed, stored: Mapping[str, Any]
+    host: Host, run: StockRun, increase: Increase, accumulation: Accumulation, sizes: Sizes, stored: Mapping[str, Any]
 ) -> BatchController:
     """Return what decides on batch sizes within the maximum, from where a resumed run has been.
 
     The next increase adds to the stored size, unless the user has changed the configured one.
     """
-    configured, reason, uses_maximum = run.batch_size, probed.reason, increase.settings.use_maximum_batch_size
-    maximum, function = accumulation.allowed(probed.maximum), None
+    configured, start, reason = run.batch_size, sizes.batch_size, sizes.reason
+    maximum, function = accumulation.allowed(sizes.maximum), None
     if increase.function is None:
-        start = maximum = maximum if uses_maximum else configured
+        maximum = start
         if start != configured:
             log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
         if accumulation.window(start) > 2 * run.window and increase.settings.lr_scaling == "none":
@@ -93,7 +89,7 @@ def make_controller(
                 seen, before, before, what_keeps_global_batch(run.accumulation),
             )  # fmt: skip
     else:
-        function, start = _on_first_rank(increase.function, host.ranks), configured
+        function = _on_first_rank(increase.function, host.ranks)
         if stored and stored["configured_batch_size"] == configured:
             start = int(stored["batch_size"])
         elif stored:
@@ -107,7 +103,7 @@ def make_controller(
         if start > maximum:
             log.warning("batch size %d is above the maximum of %d, bound by %s; starting there", start, maximum, reason)
             start = maximum
-        elif uses_maximum:
+        elif increase.settings.use_maximum_batch_size:
             log.info("batch size starts at %d and grows to at most %d, bound by %s", start, maximum, reason)
     largest = accumulation.window(maximum)
     if largest > run.window and get_adapter_params(host.model):

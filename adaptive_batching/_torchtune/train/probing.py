@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
-from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.found import (
     Conditions,
     Found,
@@ -28,22 +28,16 @@ from adaptive_batching._probe.found import (
     taken_again,
     versions_of,
 )
-from adaptive_batching._probe.sizes import ProbeResult, rounded_down
+from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest, Sizes, Sizing, size_up
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
-from adaptive_batching._torchtune.train.splitting import remedy
 from adaptive_batching._torchtune.train.training_step import training_step
-from adaptive_batching._values import (
-    ConfigError,
-    Fixed,
-    MemoryAmount,
-    MicroBatchSize,
-    masked,
-    memory_size,
-)
+from adaptive_batching._values import ConfigError, MemoryAmount, masked, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -85,75 +79,62 @@ class CacheInputs:
 
 @dataclass(frozen=True)
 class Probed:
-    """The largest batch size of a run, and what is known of the memory of a forward."""
+    """The sizes of a run, and what is known of the memory of a forward."""
 
-    maximum: int
-    reason: str  # the bound that gives the maximum, for messages
-    micro_batch_size: MicroBatchSize  # as asked for, or smaller if that does not fit
-    capacity: int | None = None  # padded tokens that fit in a forward, where that bounds micro-batches
-    samples_at_longest: int | None = None  # that are as many tokens
-    tokens: int = 0  # padded ones of the largest forward that the probe has seen to fit
+    sizes: Sizes
+    sample_tokens: int = 0  # of a sample of the probe
     found: Found | None = None  # by the probe, if one was needed
+
+    @property
+    def capacity(self) -> int | None:
+        """Padded tokens that fit in a forward, where that bounds micro-batches."""
+        return None if self.sizes.fits is None else self.sizes.fits * self.sample_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Padded tokens of the largest forward that the probe has seen to fit."""
+        return 0 if self.found is None else self.found.result.batch_size * self.sample_tokens
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What is asked of a run's training step: the largest batch of copies of ``sample``, at most ``upper``."""
+    """Asks the training step of a run for the largest batch of copies of ``sample``."""
 
     host: Host
     run: StockRun
-    settings: AdaptiveBatchingConfig
+    sizing: Sizing
     cache_inputs: CacheInputs
     sample: Sample  # as long as training can meet
-    upper: int
-    reason: str  # what gives ``upper``, for messages
     folder: Path  # of the run, where the result is kept
 
     @property
     def _length(self) -> int:
         return len(self.host.objective.tokens(self.sample))
 
-    @property
-    def _include(self) -> int | None:
-        return self.run.batch_size if self.settings.grows else None
-
     def find(self) -> Found:
         """Run the probe, or take the result that an earlier run has stored."""
-        host, settings = self.host, self.settings
-        if settings.fills_memory:  # what a forward may take is no size to round
-            settings = replace(settings, round_to_power_of_two=False)
-        facts = {"include": self._include, "recipe": host.name, "sequence_length": self._length}
-        if settings.only_splits:  # whether larger forwards are worth their trials; about, as a probe takes time, too
+        facts = {"recipe": self.host.name, "sequence_length": self._length}
+        request = self.sizing.request
+        if request.may_stop_early:  # if larger forwards are worth their trials; about, as a probe takes time, too
             facts["samples_of_run"] = 1 << (self.run.epochs * self._samples_of_epoch).bit_length()
         path = self.folder / "probe.json"
-        return cached_probe(host, settings, self.cache_inputs, facts, self.upper, path, self._find)
+        return cached_probe(self.host, self.sizing.settings, self.cache_inputs, facts, request, path, self._find)
 
     def probed(self, found: Found) -> Probed:
         """Return what the run makes of what was ``found``."""
-        settings, tokens, result = self.settings, self.host.objective.size(self.sample), found.result
-        seen = result.batch_size * tokens
-        probed = Probed(result.batch_size, result.bound, settings.micro_batch_size, tokens=seen, found=found)
-        if settings.fills_memory:
-            probed = replace(probed, capacity=found.samples * tokens, samples_at_longest=found.samples)
-        return settled(settings, probed, self.upper, self.reason)
+        result, asked = found.result, self.sizing.settings.micro_batch_size
+        sizes = self.sizing.settle(found.samples if self.sizing.bounds_forwards else result.batch_size, result.bound)
+        if sizes.micro_batch_size != asked:
+            log.warning("micro_batch_size=%s does not fit; using the maximum, %s", asked, sizes.micro_batch_size)
+        return Probed(sizes, self.host.objective.size(self.sample), found)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
-        host, sample = self.host, self.sample
-        in_parts = accumulates(host, self.run, settings, measures_noise=self.cache_inputs.measures_noise)
-        times = ForwardTimes(self._samples_left())
-        question = ProbeRequest(
-            self.upper,
-            self.reason,
-            include=self._include,
-            coarse=settings.fills_memory,  # how much of what fits is best used is another question
-            # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
-            times=times if settings.only_splits else None,
-            ranks=host.ranks,
-            remedy=f"set {remedy(host)}",
+        host, request, times = self.host, self.sizing.request, ForwardTimes(self._samples_left())
+        step = training_step(host, self.sample, accumulates=request.in_parts, note=times.note)
+        return find_largest(
+            step, settings, meter, request, ranks=host.ranks, times=times, remedy=f"set {remedy(host)}",
             scratch=self.folder,
-        )
-        step = training_step(host, sample, accumulates=in_parts, note=times.note)
-        return find_largest(step, settings, meter, question)
+        )  # fmt: skip
 
     def _samples_left(self) -> float:
         """Return how many copies of the sample have as many tokens as the run has left on a device."""
@@ -169,62 +150,31 @@ class Probe:
         return samples if most is None else min(samples, most * self.run.window)
 
 
-def find_maximum(
-    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, cache_inputs: CacheInputs, report: Report
-) -> Probed:
+def sizing_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, measures_noise: bool = False) -> Sizing:
+    """Return what the settings ask of a probe in a run that stock has laid out."""
+    in_halves = measures_noise and host.num_replicas == 1
+    return size_up(
+        settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank,
+        run_samples=run.samples, holds_gradients=in_halves,
+    )  # fmt: skip
+
+
+def find_maximum(host: Host, run: StockRun, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> Probed:
     """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data."""
-    upper, reason = upper_bound(host, run, settings)
-    if not settings.probes:
-        report.maximum(upper, reason)
-        return Probed(upper, reason, settings.micro_batch_size)
+    if not sizing.probes:
+        report.maximum(sizing.upper, sizing.request.upper_reason)
+        return Probed(sizing.unprobed)
+    settings = sizing.settings
     sample = worst_case_sample(
         host.loader.dataset, host.objective, sequence_length=settings.sequence_length, tokenizer_max=host.max_length,
         model_max=getattr(host.model, "max_seq_len", None),
     )  # fmt: skip
-    probe = Probe(host, run, settings, cache_inputs, sample, upper, reason, report.directory)
+    probe = Probe(host, run, sizing, cache_inputs, sample, report.directory)
     start = time.perf_counter()
     found = probe.find()
     length = len(host.objective.tokens(sample))
     report.probe(found.result, sequence_length=length, waited=time.perf_counter() - start)
     return probe.probed(found)
-
-
-def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> tuple[int, str]:
-    """Return the most samples that a batch can have, whatever memory there is, and the reason."""
-    if not settings.use_maximum_batch_size and not settings.grows:
-        return run.window, "the samples of an optimizer step"  # a forward could take no more
-    samples = host.samples_per_rank
-    upper, reason = samples // run.accumulation, f"{samples} samples of data"
-    if settings.keep_global_batch:
-        upper, reason = run.window, "the global batch, which is kept"
-    if settings.max_batch_size is not None and settings.max_batch_size <= upper:
-        upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
-    if run.samples is not None and run.samples < upper:
-        upper, reason = run.samples, f"the {run.samples} samples of the run"
-    return upper, reason
-
-
-def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason: str) -> Probed:
-    """Return what a run makes of the largest size that fits; ``upper`` is the bound that does not come from memory."""
-    maximum, bound, size = found.maximum, found.reason, found.micro_batch_size
-    if isinstance(size, Fixed):
-        if size.samples > maximum:
-            log.warning("micro_batch_size=%d does not fit; using the maximum, %d", size.samples, maximum)
-            size = Fixed(maximum)
-        maximum = maximum // size.samples * size.samples  # so that micro-batches come out even
-    elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
-        exact, maximum = maximum, 1 << (maximum.bit_length() - 1)
-        if maximum < exact and bound == "memory":
-            bound = rounded_down(exact)
-    if settings.grows and not settings.growth_is_bound_by_memory:
-        maximum, bound = upper, reason  # what does not fit at once is split
-    return replace(found, maximum=maximum, reason=bound, micro_batch_size=size)
-
-
-def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, measures_noise: bool) -> bool:
-    """Return True if a forward and backward can run while the gradients of another are held."""
-    in_parts = measures_noise and host.num_replicas == 1  # in two at least
-    return run.accumulation > 1 or settings.runs_in_parts or in_parts
 
 
 def found_in(stored: Mapping[str, Any]) -> Found | None:
@@ -238,15 +188,14 @@ def cached_probe(
     settings: AdaptiveBatchingConfig,
     cache_inputs: CacheInputs,
     facts: Mapping[str, Any],
-    upper: int,
+    request: ProbeRequest,
     path: Path,
     find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
 ) -> Found:
     """Take the result that an earlier run has stored at ``path``, or find one and store it.
 
-    ``facts`` are what memory depends on in this probe alone, and ``upper`` is the largest size that is of use; ``find``
-    keeps within the settings that it is given. A device whose memory cannot be measured, or limits that leave none of
-    it, are a :class:`ConfigError`.
+    ``facts`` are what memory depends on in this probe alone; ``find`` keeps within the settings that it is given. A
+    device whose memory cannot be measured, or limits that leave none of it, are a :class:`ConfigError`.
     """
     try:
         meter = memory_meter(host.device)
@@ -264,7 +213,7 @@ def cached_probe(
     }
     models = {str(index): described(model) for index, model in enumerate(host.models)}
     devices = described_devices(meter, ranks.size, is_sharded=host.collectives is not None)
-    now = Conditions(plain(settings_of_memory(settings)), plain(run), models, versions_of(_VERSIONS), devices)
+    now = Conditions(plain(settings_of_memory(settings, request)), plain(run), models, versions_of(_VERSIONS), devices)
     available = int(ranks.smallest(memory_budget(settings, meter)))
 
     def before() -> Found | None:
@@ -272,7 +221,7 @@ def cached_probe(
         if found is None:
             source = f"the stored probe {path}"
             found = read_stored(lambda: Found.from_dict(json.loads(path.read_text())), source)
-        held = taken_again(found, now, upper, available, stays=cache_inputs.resumes, source=source)
+        held = taken_again(found, now, request.upper, available, stays=cache_inputs.resumes, source=source)
         if held is not None:
             log.info("maximum batch size %d, from %s", held.result.batch_size, source)
         return held
@@ -280,7 +229,7 @@ def cached_probe(
     found = ranks.on_first(before)
     if found is not None:
         return found
-    found = Found(find(settings, meter), now, upper, facts["sequence_length"])
+    found = Found(find(settings, meter), now, request.upper, facts["sequence_length"])
     ranks.on_first(lambda: store_found(path, found))
     return found
 

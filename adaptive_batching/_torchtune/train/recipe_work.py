@@ -23,9 +23,10 @@ from adaptive_batching._step.work import R, Samples, Work
 from adaptive_batching._torchtune.stock.compiling import compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.objective import Batch, Sums
 from adaptive_batching._torchtune.train.gradients import forward_backward, held_back
-from adaptive_batching._torchtune.train.splitting import MicroBatch, remedy
+from adaptive_batching._torchtune.train.splitting import MicroBatch
 
 
 class RecipeWork(Work[Samples, MicroBatch, R]):

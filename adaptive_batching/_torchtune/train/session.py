@@ -1,6 +1,6 @@
 """A run from its settings to its loop; each step hands its value on to the next.
 
-    settings -> host -> probed -> execution -> course -> loop
+    settings -> host -> sizing -> probed -> execution -> course -> loop
 
 With all fields unset only the host and the loop are made, and the run is stock's.
 """
@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import random_state, set_random_state
-from adaptive_batching._growth.controller import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit
+from adaptive_batching._probe.sizing import Sizing
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.audit import Audit
@@ -32,9 +32,9 @@ from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHook
 from adaptive_batching._torchtune.stock.objective import Sums
 from adaptive_batching._torchtune.train.collectives import collectives_of
 from adaptive_batching._torchtune.train.exploring import settle_micro_batch_size
-from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSchedule, accumulation_of, make_controller
+from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSchedule, make_controller
 from adaptive_batching._torchtune.train.loop import Loop, Training, TrainingLoop
-from adaptive_batching._torchtune.train.probing import CacheInputs, Probed, find_maximum
+from adaptive_batching._torchtune.train.probing import CacheInputs, Probed, find_maximum, sizing_of
 from adaptive_batching._torchtune.train.recipe_work import parallel_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
@@ -68,52 +68,57 @@ class Session:
 
     def settle(self, cache_inputs: CacheInputs) -> None:
         """Decide all that is decided before training: what fits, how batches are split, how they grow."""
-        self._prepare_host(cache_inputs)
+        sizing = self._sizing(cache_inputs)
+        self._prepare_host(sizing, cache_inputs)
         # Before memory is short or measured: the thread that watches progress bars takes some, and if it cannot start,
         # Python waits for good.
         tqdm(disable=True).close()
         if self.report is not None:
-            self._check()
-            self._lay_out(cache_inputs, self.report)
+            self._check(sizing)
+            self._lay_out(sizing, cache_inputs, self.report)
 
-    def _prepare_host(self, cache_inputs: CacheInputs) -> None:
+    def _sizing(self, cache_inputs: CacheInputs) -> Sizing:
+        return sizing_of(self.host, self.run, self.settings, measures_noise=cache_inputs.measures_noise)
+
+    def _prepare_host(self, sizing: Sizing, cache_inputs: CacheInputs) -> None:
         host, settings = self.host, self.settings
         if self.report is not None:
             host.objective.leave_stock()
             host.objective.equalize_collectives()
         if host.ranks.size > 1:
-            collectives, why_not = collectives_of(host, settings, measures_noise=cache_inputs.measures_noise)
+            collectives, why_not = collectives_of(
+                host, settings, probes=sizing.probes, measures_noise=cache_inputs.measures_noise
+            )
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
         if settings.memory_limit is not None and host.recovers_together:
             with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
                 require_room(settings, memory_meter(host.device), host.ranks)
 
-    def _check(self) -> None:
+    def _check(self, sizing: Sizing) -> None:
         host, settings, increase = self.host, self.settings, self.increase
         if increase.noise_scale_every is not None and not host.objective.sums_gradients:
             raise ConfigError(
                 f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; use an "
                 "increase function that does not read it, and leave noise_scale_every unset"
             )
-        check_that_splitting_is_exact(settings, increase, self._batch_dependent)
-        size = settings.micro_batch_size
-        compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
+        check_that_splitting_is_exact(sizing, increase, self._batch_dependent)
+        compiling.prepare(host, sizes_vary=settings.grows or sizing.bounds_forwards)
 
-    def _lay_out(self, cache_inputs: CacheInputs, report: Report) -> None:
+    def _lay_out(self, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> None:
         host, run, settings, stored, split_policy = self.host, self.run, self.settings, self.stored, self.split_policy
-        accumulation = self._accumulation()
-        self._probed = probed = self._find_maximum(cache_inputs, report)
-        controller = make_controller(host, run, self.increase, accumulation, probed, stored)
+        self._probed = probed = self._find_maximum(sizing, cache_inputs, report)
+        size = probed.sizes.micro_batch_size
+        controller = make_controller(host, run, self.increase, sizing.accumulation, probed.sizes, stored)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
-        split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.samples_at_longest
-        if isinstance(probed.micro_batch_size, Explore):
+        split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
+        if isinstance(size, Explore):
             split_policy.size = chosen = settle_micro_batch_size(host, run, controller, split_policy, stored, report)
             self._explored = str(chosen) if isinstance(chosen, ByLength) else int(str(chosen))
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
         else:
-            split_policy.size = probed.micro_batch_size
+            split_policy.size = size
         self.growth = Growth(host, run, self.increase, controller, split_policy, stored)
         course = self.growth.course
         if course.seen_in_epoch:
@@ -127,11 +132,8 @@ class Session:
         """Names what computes over the batch, which takes some forwards to find."""
         return functools.cache(functools.partial(batch_dependent_module, self.host))
 
-    def _accumulation(self) -> Accumulation:
-        return accumulation_of(self.settings, self.run)
-
-    def _find_maximum(self, cache_inputs: CacheInputs, report: Report) -> Probed:
-        return find_maximum(self.host, self.run, self.settings, cache_inputs, report)
+    def _find_maximum(self, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> Probed:
+        return find_maximum(self.host, self.run, sizing, cache_inputs, report)
 
     def loop(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> Loop:
         """Return the loop that trains; the record of the run is told what happens before ``watchers`` are."""
@@ -214,13 +216,13 @@ class Session:
 
 
 def check_that_splitting_is_exact(
-    settings: AdaptiveBatchingConfig, increase: Increase, batch_dependent: Callable[[], str | None]
+    sizing: Sizing, increase: Increase, batch_dependent: Callable[[], str | None]
 ) -> None:
     """Refuse to split the batches of a model that computes over the batch dimension."""
-    if not isinstance(settings.micro_batch_size, Whole):
-        what, remedy = f"micro_batch_size={settings.micro_batch_size}", "leave micro_batch_size unset"
-    elif settings.fills_memory:
-        what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
+    if sizing.splits:
+        what, remedy = f"micro_batch_size={sizing.settings.micro_batch_size}", "leave micro_batch_size unset"
+        if sizing.settings.micro_batch_size == Whole():
+            what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
     elif increase.noise_scale_every is not None:
         what = f"measuring the gradient noise scale, for {increase.reader},"
         remedy = "take an increase function that does not read it, and leave noise_scale_every unset"

@@ -153,9 +153,8 @@ def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
 
 
 def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
-    constant = not settings.use_maximum_batch_size and not settings.grows
     size = settings.micro_batch_size
-    whole = isinstance(size, Whole) or (constant and size == Fixed(cfg.batch_size))
+    whole = isinstance(size, Whole) or (not settings.resizes and size == Fixed(cfg.batch_size))
     if whole and not (settings.enabled and settings.grow_beyond_memory):
         return
     what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={size}"
@@ -198,8 +197,7 @@ def check_ppo_settings(cfg: DictConfig) -> None:
             "function that does not read it, and leave noise_scale_every unset"
         )
     rows = cfg.ppo_batch_size // cfg.gradient_accumulation_steps
-    constant = not settings.use_maximum_batch_size and not settings.grows
-    if isinstance(size, Fixed) and constant and rows % size.samples:
+    if isinstance(size, Fixed) and not settings.resizes and rows % size.samples:
         raise ConfigError(
             f"micro_batch_size={size} does not divide the {rows} trajectories of a backward pass (ppo_batch_size="
             f"{cfg.ppo_batch_size} / gradient_accumulation_steps={cfg.gradient_accumulation_steps}); these do: "

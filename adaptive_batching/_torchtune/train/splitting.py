@@ -218,18 +218,3 @@ def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[li
 def size_of_gradients(host: Host) -> str:
     num_bytes = sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad)
     return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def remedy(host: Host) -> str:
-    """Return the next setting that saves memory, and what says before the next run whether it saves enough."""
-    ways = host.objective.saves_memory_by
-    can_offload = "offloading" in ways and host.device.type == "cuda"  # elsewhere stock refuses to
-    if not host.checkpoints_activations:
-        setting = "enable_activation_checkpointing=True"
-    elif can_offload and not host.offloads_activations:
-        setting = "enable_activation_offloading=True"
-    else:
-        setting = "a model with quantized weights, as in QLoRA" if "lora" in ways else "a smaller model"
-    if not ways:
-        return setting  # PPO, which `plan` does not know
-    return f"{setting}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"

@@ -29,13 +29,14 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.host import Host, StockRun
+from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.train.gradients import to_device
 from adaptive_batching._torchtune.train.growing import Increase
 from adaptive_batching._torchtune.train.probing import Probed
 from adaptive_batching._torchtune.train.recipe_work import RecipeWork, parallel_of
 from adaptive_batching._torchtune.train.settings import ValidationSettings
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter, remedy
+from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
 
@@ -163,7 +164,7 @@ class Validation:
         self._indices = range(first, len(self._loader.dataset), self._replicas)
         with unchanged_random_state(host.device):
             sample = self._loader.dataset[0]
-        most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.maximum)
+        most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.sizes.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
         split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:

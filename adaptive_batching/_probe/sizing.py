@@ -1,0 +1,242 @@
+"""What the settings of a run ask of a probe, and what its answer means: decided here for all hosts. Pure.
+
+A probe finds the largest forward of copies of the longest sample. Its answer can bound two things:
+
+    micro_batch_size   the batch, if                                the samples of a forward, if
+    null               use_maximum_batch_size, or growing (*)       growing with grow_beyond_memory
+    a number           use_maximum_batch_size, and not growing      (smaller than that number, it takes its place)
+    auto, explore      use_maximum_batch_size, and not growing      always
+
+(*) unless it grows beyond memory. Without a probe both are bound by the settings and the data alone.
+
+Invariants, each held by ``tests/probe/test_sizing.py`` for every combination of settings:
+
+- Nothing is probed that the run makes no use of, and no answer is made use of unless it was asked for.
+- No batch and no forward is larger than the settings and the data allow, nor a forward larger than the probe's answer.
+- A batch that runs in equal parts is a multiple of them, and with ``keep_global_batch`` a step has the samples that
+  were configured.
+- A larger answer never makes a batch, its bound or a forward smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.controller import Accumulation, InParts, KeepGlobal
+from adaptive_batching._probe.sizes import rounded_down
+from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize, Whole
+
+OF_A_STEP = "the samples of an optimizer step"
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """What is asked of a probe."""
+
+    upper: int  # largest size to try; at least 1
+    upper_reason: str = "upper bound"  # why no larger one is tried
+    include: int | None = None  # a size to consider although it is not a power of two
+    rounds: bool = True  # the answer is a power of two, ``include`` or none
+    # Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does not fit,
+    # this saves the step that would prove it, and its out-of-memory error.
+    coarse: bool = False
+    in_parts: bool = False  # a forward runs while the gradients of another are held
+    # With search="predict", look no further than is of use, by the times of the two smallest sizes: a batch stays as
+    # it is, and is only split.
+    may_stop_early: bool = False
+
+
+@dataclass(frozen=True)
+class HostRules:
+    """Where hosts differ."""
+
+    keeps_rest: bool = False
+    """The last step of an epoch has the samples that are left, be they fewer than a batch."""
+
+    plans_first: bool = False
+    """Batches are planned before forwards are probed, which the largest step bounds; see :meth:`Sizing.of_forwards`."""
+
+    tries_configured: bool = False
+    """A probe for the batch considers the configured size even if it does not grow from there."""
+
+    is_coarse_if_exact: bool = False
+    """Without rounding to a power of two, the maximum is found up to an eighth."""
+
+    starts_at_maximum: bool = False
+    """With ``use_maximum_batch_size`` a batch that grows starts at the maximum, too."""
+
+    keeps_batches: bool = False
+    """With ``keep_global_batch`` it is not the batch that becomes larger, but its forwards."""
+
+
+RECIPES = HostRules()
+TRAINER = HostRules(
+    keeps_rest=True, plans_first=True, tries_configured=True, is_coarse_if_exact=True, starts_at_maximum=True,
+    keeps_batches=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a run trains with, as far as they are known before it has begun."""
+
+    batch_size: int
+    """Of the first step, if no checkpoint has another; above the maximum if more is configured than fits."""
+
+    maximum: int
+    """The largest batch: that of all steps, or the bound of growth."""
+
+    reason: str
+    """The bound that gives the maximum, for messages."""
+
+    micro_batch_size: MicroBatchSize
+    """As asked for, or smaller if that does not fit."""
+
+    fits: int | None = None
+    """Samples of the longest length that a forward may have, where the probe bounds forwards."""
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What the settings ask of a probe, and what its answer means; made by :func:`size_up`."""
+
+    probes: bool
+    """True if something has to be measured."""
+
+    request: ProbeRequest
+    """What is asked of the probe, of one of the equal parts of a batch. Its upper bound holds without a probe, too."""
+
+    bounds_batch: bool
+    """True if the answer is the bound of the batch: no more than that is ever trained on in one forward."""
+
+    bounds_forwards: bool
+    """True if the answer is what a forward may take, alongside the gradients of earlier ones."""
+
+    splits: bool
+    """True if a batch runs in parts because the settings say so, be there memory or not."""
+
+    settings: AdaptiveBatchingConfig
+    batch_size: int  # as configured
+    accumulation: Accumulation
+    equal_parts: int = 1  # of a batch, each of which has a backward pass of its own
+    rules: HostRules = RECIPES
+
+    @property
+    def upper(self) -> int:
+        """The most samples of a batch, whatever memory there is."""
+        return self.request.upper * self.equal_parts
+
+    @property
+    def least_forward(self) -> int:
+        """The samples of a forward that the settings leave to a run at least: 1 where it takes what fits."""
+        size, takes_what_fits = self.settings.micro_batch_size, self.settings.use_maximum_batch_size
+        if isinstance(size, Fixed):
+            return size.samples
+        takes_what_fits = takes_what_fits and not self.settings.grows
+        return self.batch_size if isinstance(size, Whole) and not takes_what_fits else 1
+
+    @property
+    def unprobed(self) -> Sizes:
+        """The sizes of a run that needs no probe."""
+        request = self.request
+        return self._sizes(request.upper, request.upper_reason, self.settings.micro_batch_size)
+
+    def settle(self, found: int, bound: str) -> Sizes:
+        """Return the sizes of a run whose probe has ``found`` the largest size that fits, within ``bound``."""
+        settings, size, maximum = self.settings, self.settings.micro_batch_size, found
+        if isinstance(size, Fixed):
+            size = Fixed(min(size.samples, found))
+            maximum = found // size.samples * size.samples  # so that micro-batches come out even
+        elif self.bounds_forwards and settings.round_to_power_of_two:  # which the probe was not asked to do
+            maximum = 1 << (found.bit_length() - 1)
+            if maximum < found and bound == "memory":
+                bound = rounded_down(found)
+        if settings.grows and not self.bounds_batch:  # what does not fit at once is split
+            maximum, bound = self.request.upper, self.request.upper_reason
+        return self._sizes(maximum, bound, size, found if self.bounds_forwards else None)
+
+    def _sizes(self, maximum: int, reason: str, size: MicroBatchSize, fits: int | None = None) -> Sizes:
+        settings, batch_size, maximum = self.settings, self.batch_size, maximum * self.equal_parts
+        if settings.use_maximum_batch_size and (not settings.grows or self.rules.starts_at_maximum):
+            if self.rules.keeps_batches and isinstance(self.accumulation, KeepGlobal):
+                size = Fixed(self.accumulation.allowed(maximum))
+            else:
+                batch_size = self.accumulation.allowed(maximum)
+        return Sizes(batch_size, maximum, reason, size, fits)
+
+    def of_forwards(self, most: int) -> Sizing:
+        """Return what is asked of a probe of forwards once the samples of a step are known to be at most ``most``."""
+        return replace(self, request=replace(self.request, upper=most, upper_reason=OF_A_STEP))
+
+
+def size_up(
+    settings: AdaptiveBatchingConfig, *, batch_size: int, accumulation: int, samples: int,
+    run_samples: int | None = None, equal_parts: int = 1, holds_gradients: bool = False, rules: HostRules = RECIPES,
+) -> Sizing:  # fmt: skip
+    """Decide what to ask of a probe, if anything, and what its answer means.
+
+    Args:
+        settings: Of the run.
+        batch_size: As configured, on a device.
+        accumulation: Batches of an optimizer step, as configured.
+        samples: Of the data, for each replica.
+        run_samples: After which the run ends, be it within an epoch; None for no such number.
+        equal_parts: Of a batch, each of which has a backward pass of its own, and is what is probed.
+        holds_gradients: True if a forward runs while gradients are held for another reason than those of the settings,
+            such as to measure the gradient noise scale.
+        rules: Of the host.
+    """
+    size, grows, window = settings.micro_batch_size, settings.grows, batch_size * accumulation
+    is_whole = isinstance(size, Whole)
+    outgrows_memory = is_whole and grows and settings.grow_beyond_memory
+    bounds_batch = is_whole and not outgrows_memory if grows else settings.use_maximum_batch_size
+    bounds_forwards = outgrows_memory or isinstance(size, (ByLength, Explore))
+    splits = bounds_forwards or isinstance(size, Fixed)
+    needs_bound = grows and bounds_batch and settings.max_batch_size is None
+
+    upper, reason = samples // accumulation, f"{samples} samples of data"
+    if rules.keeps_rest:
+        upper = max(upper, min(batch_size, samples))
+    if settings.keep_global_batch:
+        upper, reason = window, "the global batch, which is kept"
+    upper, reason = within(settings, upper, reason)
+    if run_samples is not None and run_samples < upper:
+        upper, reason = run_samples, f"the {run_samples} samples of the run"
+    if not (settings.resizes or rules.plans_first):
+        upper, reason = window, OF_A_STEP  # a forward could take no more
+    upper //= equal_parts
+
+    include = None
+    if rules.tries_configured and is_whole:
+        include = min(batch_size, upper)
+    elif grows and not rules.tries_configured:
+        include = batch_size // equal_parts
+    rounds = settings.round_to_power_of_two and not bounds_forwards  # what a forward may take is no size to round
+    request = ProbeRequest(
+        upper, reason, include, rounds,
+        coarse=bounds_forwards or (rules.is_coarse_if_exact and not rounds),
+        in_parts=splits or accumulation > 1 or holds_gradients,
+        may_stop_early=isinstance(size, ByLength) and not settings.use_maximum_batch_size,
+    )  # fmt: skip
+    if rules.keeps_rest:
+        batch_size = min(batch_size, samples)
+    kept = KeepGlobal(batch_size * accumulation) if settings.keep_global_batch else None
+    return Sizing(
+        probes=settings.use_maximum_batch_size or bounds_forwards or needs_bound,
+        request=request,
+        bounds_batch=bounds_batch,
+        bounds_forwards=bounds_forwards,
+        splits=splits,
+        settings=settings,
+        batch_size=batch_size,
+        accumulation=kept or InParts(accumulation, equal_parts),
+        equal_parts=equal_parts,
+        rules=rules,
+    )
+
+
+def within(settings: AdaptiveBatchingConfig, upper: int, reason: str) -> tuple[int, str]:
+    """Return a bound and its reason, or those of ``max_batch_size`` if that is at most as large."""
+    most = settings.max_batch_size
+    return (upper, reason) if most is None or most > upper else (most, f"max_batch_size={most}")

@@ -1,0 +1,115 @@
+"""The data of a trainer's run: how much there is, and which samples are the longest and the shortest."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from adaptive_batching._loop.samples import collated
+from adaptive_batching._transformers.handed_out import (
+    PairLength,
+    Sample,
+    count_numbers,
+    handing_out_samples,
+    has_decoder,
+    length_function,
+    reading,
+)
+from adaptive_batching._transformers.refusals import check_loader
+
+_TO_MEASURE = 32  # samples of which some are run to know the loss
+
+
+class Extremes(NamedTuple):
+    """The longest and the shortest sample. If lengths are unknown: those of most and of fewest numbers among some."""
+
+    tokens: int  # of the longest; 1 if they are unknown
+    mean_tokens: float
+    longest: Sample
+    shortest: Sample
+
+
+class TrainingData:
+    """The samples of a loader that trains, read one by one; random numbers stay as they are.
+
+    ``before`` is that of an earlier run, whose extremes are these if it has read the same.
+
+    Raises:
+        ConfigError: If the loader cannot be used; ``resizes`` if its batches are to have another size.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, *, resizes: bool, before: TrainingData | None = None) -> None:
+        self.loader = loader
+        self._trainer, self._read = trainer, (trainer.train_dataset, trainer.data_collator)
+        self.samplers = check_loader(trainer, loader, int(trainer.args.per_device_train_batch_size), resizes=resizes)
+        """Of batches, each of which is told their size."""
+
+        self.num_samples = self._drawn()
+        """Samples that all devices draw in an epoch, which may be others than the data has."""
+
+        with reading(loader.dataset, trainer.args.device):
+            count = len(loader.dataset)
+            few = min(count, _TO_MEASURE)
+            self.some = [self._sample(number * count // few) for number in range(few)]
+            """Samples from all of the data."""
+
+            self.length = self._length_function(self.some[0])
+            """Tokens of a sample; None if they are unknown, as of images."""
+
+        self._extremes: Extremes | None = None
+        if before is not None and all(map(operator.is_, before._read, self._read)):
+            self._extremes = before._extremes
+
+    @property
+    def extremes(self) -> Extremes:
+        """The longest and the shortest sample, for which all are read once."""
+        if self._extremes is None:
+            with reading(self.loader.dataset, self._trainer.args.device):
+                self._extremes = self._find_extremes()
+        return self._extremes
+
+    def set_batch_size(self, size: int) -> None:
+        for sampler in self.samplers:
+            sampler.batch_size = size
+        self._trainer._train_batch_size = size
+
+    def num_batches(self, size: int) -> int:
+        """Return the batches of an epoch on a device; the loader then has this size."""
+        self.set_batch_size(size)
+        return max(len(self.loader), 1)
+
+    def _drawn(self) -> int:
+        innermost, is_shared = self.samplers[-1], len(self.samplers) > 1
+        sampler: Any = getattr(innermost, "sampler", None)
+        if not hasattr(sampler, "__len__"):
+            return len(self.loader.dataset)
+        return len(sampler) * (1 if is_shared else int(self._trainer.args.world_size))
+
+    def _sample(self, index: int) -> Sample:
+        of_samples = handing_out_samples(self.loader, self._trainer.data_collator)
+        return of_samples.collate_fn([self.loader.dataset[index]]).features[0]
+
+    def _length_function(self, sample: Sample) -> Callable[[Sample], int] | None:
+        trainer = self._trainer
+        targets = has_decoder(trainer.model)
+        length = length_function(sample, getattr(trainer.data_collator, "max_length", None), targets=targets)
+        if length is not None and targets and {"input_ids", "labels"} <= sample.keys():
+            return PairLength(self.loader.dataset, self._sample)
+        return length
+
+    def _find_extremes(self) -> Extremes:
+        data, length, collator = self.loader.dataset, self.length, self._trainer.data_collator
+        if length is None:
+            some = [self._sample(index) for index in range(min(len(data), _TO_MEASURE))]
+            by_size = sorted(some, key=lambda each: count_numbers(collated([each], collator)))
+            return Extremes(1, 1.0, by_size[-1], by_size[0])
+        by_length = [(length(data[index]), index) for index in range(len(data))]
+        (tokens, longest), (_, shortest) = max(by_length, key=operator.itemgetter(0)), min(by_length)
+        found = Extremes(
+            tokens, sum(tokens for tokens, _ in by_length) / len(by_length), self._sample(longest),
+            self._sample(shortest),
+        )  # fmt: skip
+        if isinstance(length, PairLength):
+            found = found._replace(tokens=length(length.longest), longest=length.longest)
+        return found
