@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ from adaptive_batching._emulated_device import control
 from adaptive_batching._torchtune.cli.dry_run import load_zeros
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import ROOT, TuneRun, _main
+from tests.conftest import TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
 from tests.emulated.test_probe import CONFIGS
 from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
@@ -246,16 +242,6 @@ def test_a_device_that_is_lost_ends_the_run_and_nothing_runs_again(
     assert found.reruns.number == 0 and len(found.tokens) <= 4
 
 
-def on_two_ranks(inputs: Path, directory: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    """Launch runs of ``faults_on_ranks.py`` on both cards of the device that this process is on."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return subprocess.run(
-        [*launch, "tests/emulated/faults_on_ranks.py", str(inputs), str(directory), *names],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("times", "recovered"), [(1, 0), (2, 1)])
 def test_a_device_that_refuses_memory_is_asked_again_before_a_step_runs_again(
     tune_run: TuneRun, times: int, recovered: int
@@ -273,45 +259,3 @@ def test_a_device_that_refuses_memory_is_asked_again_before_a_step_runs_again(
     assert found.reruns.number == 3 * recovered
     assert torch.cuda.memory_stats()["num_alloc_retries"] - retries == 3
     assert len(set(found.tokens)) == 1 and len(set(found.samples)) == 10 * 16
-
-
-def assert_survived_on_both(inputs: Path, directory: Path, *names: str) -> int:
-    """Every rank has run again what any has run out of memory in; return the number of faults."""
-    done = on_two_ranks(inputs, directory, *names)
-    assert done.returncode == 0, done.stdout[-6000:]
-    number = 0
-    for name in names:
-        of_ranks = [json.loads((directory / f"{name}_{rank}.json").read_text()) for rank in (0, 1)]
-        for fault in [fault for found in of_ranks for fault in found["faults"]]:
-            if fault["number"] < of_ranks[0]["before_update"]:
-                assert (fault["recoveries"], fault["line"]) == (1, ""), (name, fault)
-            else:
-                assert fault["line"].startswith((IN_UPDATE, OUTSIDE)) and "\n" not in fault["line"], (name, fault)
-        number += len(of_ranks[0]["faults"])
-    return number
-
-
-def test_each_allocation_of_a_step_on_one_rank_of_two_is_survived_or_ends_in_one_line(
-    inputs: Path, tmp_path: Path
-) -> None:
-    assert assert_survived_on_both(inputs, tmp_path, "full_on_1") > 400
-
-
-@pytest.mark.slow
-def test_so_it_is_on_the_other_on_both_and_in_other_recipes(inputs: Path, tmp_path: Path) -> None:
-    names = ["full_on_0", "full_on_both", "split", "checkpointing", "lora", "lora_dpo", "kd"]
-    assert assert_survived_on_both(inputs, tmp_path, *names) > 200
-
-
-def test_an_update_that_runs_out_of_memory_on_one_rank_ends_both_in_one_line(inputs: Path, tmp_path: Path) -> None:
-    done = on_two_ranks(inputs, tmp_path, "update_on_1")
-    assert done.returncode != 0
-    assert done.stdout.count(IN_UPDATE) == 1
-    assert "Traceback" not in done.stdout.split("torch/distributed/elastic")[0], done.stdout[-6000:]
-
-
-@pytest.mark.slow
-def test_a_collective_that_never_ends_is_ended_by_the_watchdog(inputs: Path, tmp_path: Path) -> None:
-    done = on_two_ranks(inputs, tmp_path, "hang")
-    assert done.returncode != 0
-    assert "Watchdog caught collective operation timeout" in done.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from adaptive_batching._emulated_device.control import Counters
 from tests.conftest import Run, assert_same_weights
-from tests.integration.two_ranks import KINDS, OTHERS
+from tests.integration.two_ranks import FAULTS, KINDS, OTHERS
 from tests.support.device_steps import StepEnd, assert_asks_no_more, level
 from tests.support.launches import Finished, of_launch
 from tests.support.records import events
@@ -28,6 +28,13 @@ def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(kind: 
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert resumed.by_step == whole.by_step
     assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
+
+
+@of_launch("devices")
+def test_a_rank_whose_device_is_full_loses_and_repeats_nothing(finished: Finished) -> None:
+    run = finished("recovered")
+    assert [step["oom_retries"] for step in run.metrics] == [1, 2, 3, 4, 5, 6, 8]
+    assert [event["samples"] for event in events(run, "step")] == [16] * len(FAULTS)
 
 
 def ends_of(run: Run) -> list[StepEnd]:

@@ -339,6 +339,8 @@ def runs_on_devices(run: Runner) -> None:
     for name, fields in {"stock": [], "off": [], "probed": ["use_maximum_batch_size=True"]}.items():
         common = [*ON_DEVICE, samples(160), "adaptive_batching.max_batch_size=4"]
         run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
+    few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS))]
+    run("full", "recovered", *few, faults=list(FAULTS.values()))
 
 
 def runs_of_many_steps(run: Runner) -> None:

@@ -333,31 +333,6 @@ def test_the_command_takes_the_newest_run_and_opens_its_page(
     assert ("found no browser; open " in capsys.readouterr().err) != opens
 
 
-ENDED = '{"event": "end", "time": "2026-01-01T00:00:00+00:00"}\n'
-
-
-@pytest.mark.parametrize(
-    ("content", "output", "message"),
-    [
-        (None, "x.html", "there is no record of a run in "),
-        ('{"event": "run", "version": 99}\n', "x.html", "is a record of version 99, but this adaptive-batching reads"),
-        ("", "x.html", "has no events that can be read"),
-        (ENDED, "/nowhere/x.html", "name another file with --output"),
-    ],
-)
-def test_a_mistake_in_the_command_is_one_line(
-    content: str | None, output: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
-        (tmp_path / "report.jsonl").write_text(content)
-    with pytest.raises(SystemExit) as end:
-        command(monkeypatch, tmp_path, "--output", output)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_the_library_is_the_one_that_its_note_says() -> None:
     note = (UPLOT / "README.md").read_text()
     [version] = re.findall(r"uPlot (\d+\.\d+\.\d+)", note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
 from adaptive_batching import ConfigError  # noqa: E402
-from adaptive_batching.__main__ import main  # noqa: E402
 from adaptive_batching._report.events import Events, read_events  # noqa: E402
-from adaptive_batching._report.page import write_page  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.support.html import check_that_it_asks_for_nothing, read_page  # noqa: E402
 from tests.support.records import check_the_schema  # noqa: E402
@@ -94,21 +91,6 @@ def test_each_evaluation_set_has_its_loss_on_record(tmp_path: Path) -> None:
         for each in logs for name in sets if f"eval_{name}_loss" in each
     ]  # fmt: skip
     assert len(found) == 4
-
-
-def test_the_command_line_reads_and_compares_runs_of_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, size in (("one", 4), ("other", 8)):
-        make_trainer(tmp_path / name, AdaptiveArguments(micro_batch_size=size), max_steps=2).train()
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    for arguments, name in ([], "other"), (["one"], "one"):
-        monkeypatch.setattr(sys, "argv", ["adaptive-batching", "report", *arguments])
-        main()
-        assert capsys.readouterr().out == f"{name}/adaptive_batching/report.html\n"
-    both = read_page(write_page([Path("one"), Path("other")], tmp_path / "both.html"))
-    assert ["micro_batch_size", "4", "8"] in both.tables["summary"][-1]
 
 
 def test_a_run_that_goes_on_leaves_the_record_of_one_that_was_not_interrupted(tmp_path: Path) -> None:

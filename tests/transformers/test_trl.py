@@ -192,12 +192,3 @@ def test_the_script_of_the_page_trains(tokenizer: Any, tmp_path: Path) -> None:
     exec(script, names)
     assert names["trainer"].adaptive.probe.batch_size == 8
     assert names["trainer"].state.global_step == 3
-
-
-def test_bfloat16_and_its_autocast_train_in_parts(tokenizer: Any, tmp_path: Path) -> None:
-    stock = make("SFT", tmp_path / "stock", tokenizer, None, bf16=True)
-    stock.train()
-    chance.seed(1)
-    ours = make("SFT", tmp_path / "ours", tokenizer, AdaptiveArguments(micro_batch_size="auto"), bf16=True)
-    ours.train()
-    assert_alike(ours, stock, 1e-2)
