@@ -22,7 +22,7 @@ from adaptive_batching._report.events import Run, read_events
 from adaptive_batching._report.page import write_page
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.sections import MIB
-from tests.conftest import ROOT
+from tests.conftest import ROOT, without_pages
 from tests.support.html import UPLOT, Page, check_that_it_asks_for_nothing, read_page
 from tests.support.runs import EXPLORED, FIRST_VERSION, about, start_epoch, write_run
 
@@ -241,7 +241,8 @@ def test_what_a_record_says_is_no_html_and_a_loss_that_is_no_number_is_shown_as_
 
 def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(tmp_path)
-    write_run(report, range(3), steps=50)
+    with without_pages():  # another process would make one of more points meanwhile
+        write_run(report, range(3), steps=50)
     monkeypatch.setattr(pages, "MOST_POINTS", 40)
     page = page_of(tmp_path)
     [drawn], steps = page.data["runs"], read_events(report.path)["step"]

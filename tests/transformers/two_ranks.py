@@ -99,10 +99,6 @@ def failing_once(trainer: Any, place: str) -> Iterator[None]:
     """Run out of memory inside, once, at a ``place`` of a sharded model: in a layer, or when a collective is issued."""
     once, check_room = Once(), fsdp._check_room
 
-    def in_backward(module: Any, args: Any, output: Any) -> None:
-        if output.requires_grad:
-            output.register_hook(once)
-
     def in_collective(output: torch.Tensor, given: torch.Tensor) -> None:
         if (output.numel() > given.numel()) == (place == "gather"):
             once()
@@ -114,8 +110,6 @@ def failing_once(trainer: Any, place: str) -> Iterator[None]:
 
     if place == "recompute":
         trainer.model.model.layers[1].mlp.register_forward_pre_hook(in_recompute)
-    elif place in ("forward", "backward"):
-        trainer.model.model.layers[1].register_forward_hook(once if place == "forward" else in_backward)
     elif place == "head":  # its norm has run, with which it is gathered
         trainer.model.lm_head.register_forward_hook(once)
     else:
@@ -253,7 +247,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def runs() -> list[str]:
     ddp = ["parts llama", "short llama", "probed llama", "found llama", "evaluated llama"]
     sharded = ["stock llama", "off llama", "maximum llama", "growing llama", "short classes"]
-    sharded += [f"{place} llama" for place in ("forward", "head", "backward", "gather", "reduce")]
+    sharded += [f"{place} llama" for place in ("head", "gather", "reduce")]
     sharded += ["recompute checkpointed", "short float16"]
     if importlib.util.find_spec("trl") is not None:
         ddp += ["stock sft", "short sft", "stock dpo"]
