@@ -40,8 +40,11 @@ ARCHITECTURE = dict(
 )
 
 
-LONG = ("test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py")
-"""Files of half of the seconds of what starts no run"""
+LONG = (
+    "test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py", "test_meta_setup.py",
+    "test_strangers.py", "test_trl.py", "test_loaders.py", "test_two_ranks.py", "test_other_loops.py",
+)  # fmt: skip
+"""Files of most of the seconds of what starts no run through ``tune run``"""
 
 
 @pytest.hookimpl(tryfirst=True)
