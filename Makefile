@@ -24,6 +24,12 @@ HEADERS := 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1' 'nvidia-cuda-runtime-c
 WORKERS ?= 2
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 
+# Types take one core for a minute: they are checked beside the tests, and what was found is said after them.
+define tests_and_types
+	@said=$$(mktemp); $(RUN) -m mypy >"$$said" 2>&1 & types=$$!; \
+	$(PYTEST) $(1); tests=$$?; wait $$types; checked=$$?; cat "$$said"; rm "$$said"; exit $$((tests | checked))
+endef
+
 .PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-emulated test-cuda bench clean
 
 help:  ## List the targets
@@ -32,18 +38,18 @@ help:  ## List the targets
 quickstart: $(call installed,torchtune)  ## Make a small model and real data, then probe, grow, train and recover
 	$(RUN) -m adaptive_batching quickstart
 
-check: lint  ## Lint, types, and the tests that start no run and are no long ones: under two minutes
-	$(PYTEST) --ignore tests/integration -m 'not slow and not long'
+check: ruff-check ruff-format  ## Lint, types, and the tests that start no run and are no long ones: under two minutes
+	$(call tests_and_types,--ignore tests/integration -m 'not slow and not long')
 
 fix: $(call installed,dev)  ## Mend what ruff can mend, and format
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-test: lint  ## Lint, types, and all tests but the slow ones
-	$(PYTEST)
+test: ruff-check ruff-format  ## Lint, types, and all tests but the slow ones
+	$(call tests_and_types)
 
-test-all: lint  ## Lint, types, and all tests
-	$(PYTEST) -m ''
+test-all: ruff-check ruff-format  ## Lint, types, and all tests
+	$(call tests_and_types,-m '')
 
 test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
 	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._emulated_device --devices 2 \

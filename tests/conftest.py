@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from adaptive_batching._report.record import Report
 from tests.support.garbage import quicken_collections
 from tests.support.overrides import TEACHER
+from tests.support.power_cut import copying, left_of
 
 # What a run of continuous integration says has to be what the next one says. To look for more, leave this out.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)  # no test is timed
@@ -38,8 +40,11 @@ ARCHITECTURE = dict(
 )
 
 
-LONG = ("test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py")
-"""Files of half of the seconds of what starts no run"""
+LONG = (
+    "test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py", "test_meta_setup.py",
+    "test_strangers.py", "test_trl.py", "test_loaders.py", "test_two_ranks.py", "test_other_loops.py",
+)  # fmt: skip
+"""Files of most of the seconds of what starts no run through ``tune run``"""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -131,6 +136,11 @@ class Run:
         """The metrics of every step that is logged; of one that ran twice, as after a crash, those of the last time."""
         return dict(zip((int(line.split()[1]) for line in self._lines), self.metrics, strict=True))
 
+    def copy_when_cut_off(self, folder: Path) -> Run:
+        """Have ``folder`` hold what was there when the run was cut off, as ``cut_off_at`` told it to be."""
+        shutil.copytree(left_of(self.output_dir), folder)
+        return Run(folder)
+
 
 TuneRun = Callable[..., Run]
 RECIPES: dict[str, tuple[str, str, list[str]]] = {
@@ -147,7 +157,8 @@ def tune_run(inputs: Path, tmp_path: Path) -> TuneRun:
     """``tune_run(recipe, *overrides, name=...)``: a real run of torchtune's command, in this process.
 
     ``recipe`` is a key of ``RECIPES``; with ``stock=True`` torchtune's own recipe runs instead of ours.
-    ``replaced`` are parts of the YAML that the command line cannot replace.
+    ``replaced`` are parts of the YAML that the command line cannot replace; ``cut_off_at`` is the epoch before which
+    its folder is copied, if the batch grows by the function of ``tests/support/power_cut.py``.
     """
     return lambda kind, *overrides, name="out", **how: _tune_run(inputs, tmp_path / name, kind, overrides, **how)
 
@@ -169,7 +180,7 @@ def baseline(inputs: Path, shared: Path) -> TuneRun:
 
 def _tune_run(
     inputs: Path, directory: Path, kind: str, overrides: Sequence[str], *, stock: bool = False,
-    replaced: Mapping[str, object] = MappingProxyType({}),
+    replaced: Mapping[str, object] = MappingProxyType({}), cut_off_at: float | None = None,
 ) -> Run:  # fmt: skip
     recipe, source_name, added = RECIPES[kind]
     source = ROOT / "recipes" / "configs" / "quickstart" / f"{source_name}_single_device.yaml"
@@ -185,7 +196,8 @@ def _tune_run(
     keys = {override.split("=")[0] for override in overrides}
     defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
     target = recipe if stock else f"recipes/{recipe}.py"
-    _main("run", target, "--config", str(config), *defaults, *overrides)
+    with copying(directory, cut_off_at):
+        _main("run", target, "--config", str(config), *defaults, *overrides)
     return Run(directory)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import RECIPES, Run, TuneRun, assert_same_weights
 from tests.support.device_steps import StepEnd, assert_asks_no_more, in_use, level, noted_steps
 from tests.support.overrides import VALIDATE
-from tests.support.power_cut import FUNCTION
+from tests.support.power_cut import FUNCTION, copying
 from tests.support.ppo import ppo_run
 from tests.support.records import events
 
@@ -46,20 +46,18 @@ def settings(kind: str) -> list[str]:
 
 
 def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off(
-    kind: str, start: Start, monkeypatch: pytest.MonkeyPatch
+    kind: str, start: Start, tmp_path: Path
 ) -> None:
     overrides = settings(kind)
-    whole = start(*overrides, name="whole")
+    with copying(tmp_path / "whole", 1.5):
+        whole = start(*overrides, name="whole")
+    whole.copy_when_cut_off(tmp_path / "out")
     [probe] = events(whole, "probe")
     assert probe["search"] == "predict", "the step could be traced"
     sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
     assert sizes == ([2] * 6 + [4] * 3 + [8] * 3 if kind == "ppo" else [4] * 13 + [8] * 6 + [16] * 6)
     assert [event["step"] for event in events(whole, "validation")] == ([10, 20] if kind in VALIDATES else [])
 
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1.5)
-    with pytest.raises(SystemExit, match="the power went out"):
-        start(*overrides)
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     resumed = start(*overrides, "resume_from_checkpoint=True")
     [resume] = events(resumed, "resume")
     assert resume["step"] == (8 if kind == "ppo" else 20)

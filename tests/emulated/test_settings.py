@@ -31,7 +31,6 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "auto": (["micro_batch_size=auto", LIMIT], sizes, [4] * 16),
     "explore": (["micro_batch_size=explore", LIMIT], lambda run: len(events(run, "exploration")), 1),
     "a number": (["micro_batch_size=2"], sizes, [4] * 16),
-    "growth": ([*GROW, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
     "growth within memory": ([*GROW, *PROBE, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
     "the global batch kept": (
         [*GROW, "gradient_accumulation_steps=4", "adaptive_batching.keep_global_batch=True",
@@ -50,13 +49,9 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "binary search": (
         [*PROBE, "adaptive_batching.search=binary_search", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
     ),
-    "powers of two": (
-        [*PROBE, "adaptive_batching.search=power_of_two", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
-    ),
     "a length": (
         [*PROBE, "adaptive_batching.sequence_length=48"], lambda run: events(run, "probe")[0]["sequence_length"], 48
     ),
-    "no recovery": (["adaptive_batching.recover_from_oom=False"], lambda run: len(run.metrics), 16),
     "validation": (
         [*VALIDATE, "run_val_every_n_steps=4", "batch_size_val=8"],
         lambda run: sum("val_loss" in step for step in run.metrics), 4,
@@ -64,7 +59,7 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
 }  # fmt: skip
 
 
-LORA = ("auto", "explore", "growth within memory", "the noise scale", "validation")
+LORA = ("auto", "growth within memory")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from adaptive_batching._emulated_device.control import Counters
 from tests.conftest import Run, assert_same_weights
-from tests.integration.two_ranks import KINDS, OTHERS
+from tests.integration.two_ranks import FAULTS, KINDS, OTHERS
 from tests.support.device_steps import StepEnd, assert_asks_no_more, level
 from tests.support.launches import Finished, of_launch
 from tests.support.records import events
@@ -19,20 +18,23 @@ ALL = (*KINDS, *OTHERS)
 
 @of_launch("devices")
 @pytest.mark.parametrize("kind", ALL)
-def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(
-    kind: str, launched: tuple[Path, str], finished: Finished
-) -> None:
-    whole, resumed = finished(f"{kind}_steps_whole"), Run(launched[0] / f"{kind}_steps")
+def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(kind: str, finished: Finished) -> None:
+    whole, resumed = finished(f"{kind}_steps_whole"), finished(f"{kind}_steps")
     [probe] = events(whole, "probe")
     assert (probe["search"], probe["batch_size"], probe["reason"]) == ("predict", 8, "max_batch_size=8")
     sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
     assert sizes == [4] * 3 + [8] * 4
     assert [event["step"] for event in events(whole, "validation")] == ([] if kind.endswith("dpo") else [4])
-    for rank in range(2):
-        assert "the power went out" in (resumed.output_dir / f"error_{rank}.txt").read_text()
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert resumed.by_step == whole.by_step
     assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
+
+
+@of_launch("devices")
+def test_a_rank_whose_device_is_full_loses_and_repeats_nothing(finished: Finished) -> None:
+    run = finished("recovered")
+    assert [step["oom_retries"] for step in run.metrics] == [1, 2, 3, 4, 5, 6, 8]
+    assert [event["samples"] for event in events(run, "step")] == [16] * len(FAULTS)
 
 
 def ends_of(run: Run) -> list[StepEnd]:

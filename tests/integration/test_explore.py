@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -84,13 +85,10 @@ def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_c
 
 
 def test_a_resumed_run_takes_what_the_first_one_has_explored(
-    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:80]"]
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1)
-    with pytest.raises(SystemExit, match="the power went out"):
-        tune_run("full", *common, name="run")
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
+    tune_run("full", *common, name="whole", cut_off_at=1).copy_when_cut_off(tmp_path / "run")
     caplog.set_level(logging.INFO, "adaptive_batching")
     caplog.clear()
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -130,29 +131,19 @@ FIRST = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors
 RESUME = ["resume_from_checkpoint=True"]
 
 
-def interrupt(kind: str, common: list[str], tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the power go out after two epochs of the run called "broken"."""
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.support.power_cut.fail_at_epoch", 2)
-        with pytest.raises(
-            SystemExit, match=r"factory\(epoch=2, current_batch_size=8\) raised RuntimeError: the power"
-        ):
-            tune_run(kind, *common, name="broken")
-
-
 @pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo", "kd"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
-    kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches, learning rates, losses and weights, dropout included; with the result of the probe in the checkpoint."""
     common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
     common += [] if kind == "full" else ["model.lora_dropout=0.1"]
-    whole = tune_run(kind, *common, name="whole")
-    interrupt(kind, common, tune_run, monkeypatch)
+    whole = tune_run(kind, *common, name="whole", cut_off_at=2)
+    whole.copy_when_cut_off(tmp_path / "again")
     caplog.set_level(logging.INFO, "adaptive_batching")
     caplog.clear()
-    (whole.output_dir.with_name("broken") / "adaptive_batching" / "probe.json").unlink()
-    resumed = tune_run(kind, *common, *RESUME, *([FIRST] if kind == "full" else []), name="broken")
+    (tmp_path / "again" / "adaptive_batching" / "probe.json").unlink()
+    resumed = tune_run(kind, *common, *RESUME, *([FIRST] if kind == "full" else []), name="again")
     assert "from the checkpoint's probe" in caplog.text and "trial 1" not in caplog.text
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(epoch=3), whole.weights(epoch=3))
@@ -161,11 +152,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
-    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     common = ["epochs=4", *BOUND, *FUNCTION]
-    interrupt("full", common, tune_run, monkeypatch)
+    tune_run("full", *common, name="whole", cut_off_at=2).copy_when_cut_off(tmp_path / "again")
     caplog.set_level(logging.INFO, "adaptive_batching")
-    resumed = tune_run("full", *common, *RESUME, FIRST, "batch_size=5", name="broken")
+    resumed = tune_run("full", *common, *RESUME, FIRST, "batch_size=5", name="again")
     assert [s["batch_size"] for s in resumed.metrics[-5:]] == [10] * 5
     assert "batch_size=5 was 4 in the run being resumed" in caplog.text

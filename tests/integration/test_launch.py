@@ -60,7 +60,7 @@ def test_an_installed_wheel_in_any_directory(inputs: Path, tmp_path: Path) -> No
     assert "batch size grows from 8 to 16 at epoch 0" in output and "ignoring its arguments: every" in output
 
 
-def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(
+def test_the_command_line_lists_recipes_and_configs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert in_this_process("ls") == 0
@@ -71,23 +71,6 @@ def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(
     assert "quickstart/full_single_device" in listed
     assert in_this_process("ls", "--recipe", "lora_dpo_distributed", "--adaptive", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"lora_dpo_distributed": []}
-    for arguments, message in (
-        (["run", "lora_single_device", "--config", "x"], "there is no recipe 'lora_single_device'; did you mean"),
-        (["run", "lora_finetune_single_device"], "--config <name or path> is missing after the recipe"),
-        (["run", "lora_finetune_single_device", "--config", "1B_lora"], "there is no config '1B_lora'"),
-        (["probe", "lora_finetune_single_devic"], "did you mean 'lora_finetune_single_device'"),
-        (["ls", "--recipe", "lora_finetune_single"], "did you mean 'lora_finetune_single_device'"),
-        (["cat", "quickstart/lora_single"], "did you mean 'quickstart/lora_single_device'"),
-        (["cat", "qat_distributed"], "'qat_distributed' is a recipe, not a config"),
-        (["cp", "lora_finetune_single_devic", "x.py"], "did you mean 'lora_finetune_single_device'"),
-        (["cp", "quickstart/lora_single_device", "/no/such/x.yaml"], "make it, or add --make-parents"),
-        (["validate", "lora_single_device"], "there is no config 'lora_single_device'"),
-        (["validate", "quickstart/lora_single_device", "--recipe", "qat"], "there is no recipe 'qat'"),
-        (["quickstrt"], "there is no command 'quickstrt'; did you mean 'quickstart'?"),
-    ):
-        assert in_this_process(*arguments) == 2
-        line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message in line, line
 
 
 def test_a_config_is_shown_as_it_is_written_and_copied_where_it_is_told(

@@ -29,7 +29,7 @@ def by_samples(run: Run) -> dict[int, float]:
     return rates
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "cosine in backward"])
+@pytest.mark.parametrize("name", ["cosine in backward", "stepwise", "annealed", "none"])
 def test_the_rate_depends_on_the_samples_seen_alone_and_scaling_multiplies_it(name: str, tune_run: TuneRun) -> None:
     schedule = {"lr_scheduler": SCHEDULES[name.split()[0]]}
     how = ["optimizer_in_bwd=True", "clip_grad_norm=null"] if "backward" in name else []

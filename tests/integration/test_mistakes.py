@@ -1,15 +1,24 @@
-"""Mistaken commands, as people type them: each ends in one line with key, value and remedy, before training."""
+"""Mistakes, as people make them: each ends in one line with key, value and remedy, before training."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchtune._cli.run import Run
 
+from adaptive_batching import ConfigError
+from adaptive_batching.__main__ import main
+from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.names import config_files
 from adaptive_batching.torchtune import load_stock
 from recipes import full_finetune_single_device as full
@@ -26,6 +35,9 @@ FUNCTION = "batch_increase_function"
 HERE = "tests.integration.test_mistakes"
 VAL = "dataset_val._component_=torchtune.datasets.instruct_dataset"
 PLATEAU = f"{FUNCTION}=adaptive_batching.growth.on_plateau ~{FUNCTION}.every"
+LORA = "llama3_2/1B_lora_single_device"
+QUICKSTART = "quickstart/full_single_device"
+PLAN = f"plan {LORA}"
 
 
 def one_argument(epoch: int) -> int:
@@ -50,7 +62,116 @@ def factory(every: int = 1, reads_state: bool = False) -> Any:
     return lambda epoch, current_batch_size: "two" if epoch else 0
 
 
-# (overrides, words that the line has to have). Wrong values of a setting are in tests/test_config.py.
+# Files that are there, in the working directory.
+FILES: dict[str, bytes] = {
+    "list.yaml": b"- 1\n- 2\n",
+    "broken.yaml": b"a: [1,\n b: }",
+    "binary.yaml": bytes(range(256)),
+    "empty.yaml": b"",
+    "nothing.yaml": (ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+    .read_bytes()
+    .replace(b"${data_dir}", b"${nowhere}"),
+    "no_loss.yaml": b"loss: {_component_: torch.nn.NoLoss}",
+    "wrong_loss.yaml": b"loss: {_component_: torch.nn.CrossEntropyLoss, ignore: 1}",
+    "no_record.jsonl": b"nothing\n",
+    "later.jsonl": b'{"event": "run", "version": 99}\n',
+    "ended.jsonl": b'{"event": "end", "time": "2026-01-01T00:00:00+00:00"}\n',
+}
+
+# (command, words that its last line has to have)
+MISTAKES: list[tuple[str, list[str]]] = [
+    # names
+    ("runn", ["no command 'runn'", "did you mean 'run'"]),
+    ("validat", ["did you mean 'validate'"]),
+    (f"run lora_finetune_single_devic --config {LORA}", ["no recipe", "did you mean 'lora_finetune_single_device'"]),
+    (f"run {LORA} --config {LORA}", ["is a config, not a recipe; run it with lora_finetune_single_device"]),
+    ("run lora_finetune_single_device --config llama3_2/1B_lora_single_devic", [f"did you mean '{LORA}'"]),
+    (f"probe full_finetune_single_devic --config {QUICKSTART}", ["did you mean 'full_finetune_single_device'"]),
+    (f"validate {QUICKSTART} --recipe full_finetune_single_devic", ["did you mean 'full_finetune_single_device'"]),
+    ("validate lora_finetune_single_device", ["is a recipe, not a config"]),
+    ("plan llama3_2/1B_lora_single_devic --gpu 4090", [f"did you mean '{LORA}'"]),
+    (f"plan lora_finetune_single_devic --config {LORA}", ["no recipe", "did you mean 'lora_finetune_single_device'"]),
+    (f"{PLAN} --gpu 4091", ["--gpu '4091' is unknown", "RTX 4090", "--memory 24GiB"]),
+    (f"{PLAN} --gpu ''", ["--gpu ''", "known: ", "RTX 4090"]),
+    ("ls --recipe lora_finetune_single_devic", ["did you mean 'lora_finetune_single_device'"]),
+    ("cat llama3_2/1B_lora_single_devic", [f"did you mean '{LORA}'"]),
+    ("cp llama3_2/1B_lora_single_devic .", [f"did you mean '{LORA}'"]),
+    # what is missing, and what is too much
+    ("run", ["required: recipe"]),
+    ("run lora_finetune_single_device", ["--config <name or path> is missing"]),
+    ("run lora_finetune_single_device --config", ["--config <name or path> is missing"]),
+    (f"run lora_finetune_single_device --confg {LORA}", ["--config <name or path> is missing"]),
+    ("probe full_finetune_single_device", ["--config <name or path> is missing"]),
+    ("validate", ["required: config"]),
+    ("plan", ["name a config", "'ls' lists them", "--gpu 4090"]),
+    ("cat", ["required: config"]),
+    ("download", ["required: repo_id"]),
+    ("ls --jsn", ["unrecognized arguments: --jsn"]),
+    ("env all", ["unrecognized arguments: all"]),
+    (f"{PLAN} --memry 24", ["unrecognized arguments: --memry"]),
+    ("quickstart --data-dir x", ["unrecognized arguments: --data-dir"]),
+    # values
+    (f"{PLAN} --memory lots", ["--memory lots", "write 24, 24GiB or bytes"]),
+    (f"{PLAN} --memory 24 --gpu 4090", ["--gpu: not allowed with argument --memory"]),
+    (f"{PLAN} --sequence-length long", ["--sequence-length", "'long'"]),
+    (f"{PLAN} --sequence-length 0", ["--sequence-length 0 must be at least 1"]),
+    (f"{PLAN} --devices 0", ["--devices 0 must be at least 1"]),
+    (f"{PLAN} --mfu 40 --gpu 4090", ["--mfu 40.0", "at most 1"]),
+    (f"{PLAN} --memory 24 dtype=fp17", ["dtype='fp17' must be one of", "bf16"]),
+    (f"{PLAN} --memory 24 batch_size", ["'batch_size' is not an override", "key=value"]),
+    (f"run --nproc_per_node 0 full_finetune_distributed --config {QUICKSTART}", ["--nproc_per_node 0", "at least 1"]),
+    (f"run --nproc_per_node two full_finetune_distributed --config {QUICKSTART}", ["--nproc_per_node two"]),
+    (f"run --nproc_per_node 2 full_finetune_single_device --config {QUICKSTART}", ["does not support distributed"]),
+    (f"validate {QUICKSTART} ~no_such_key", ["~no_such_key cannot be read", "no_such_key"]),
+    # what only stock reads
+    (f"validate {QUICKSTART} ~resume_from_checkpoint", ["lacks resume_from_checkpoint, which full_finetune_single"]),
+    (f"validate {QUICKSTART} ~compile ~seed", ["lacks seed, compile"]),
+    (f"validate {QUICKSTART} --recipe ppo_full_finetune_single_device", ["lacks ref_policy_checkpointer, value_"]),
+    (f"validate {QUICKSTART} resume_from_checkpoint=perhaps", ["resume_from_checkpoint='perhaps'", "True or False"]),
+    (f"validate {QUICKSTART} enable_activation_offloading=True", ["torchtune refuses", "when training on CUDA"]),
+    (f"validate {QUICKSTART} optimizer_in_bwd=True", ["torchtune refuses this config", "clip_grad_norm=None"]),
+    # dry runs
+    ("dry-run --gpu 4090", ["which command shall run"]),
+    ("dry-run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
+    ("dry-run --memory lots -- python x", ["--memory lots is not a memory size"]),
+    ("dry-run --memory 24 --steps 0 -- python x", ["--steps 0 must be at least 1"]),
+    ("dry-run --memory 24 --max-seconds 0 -- python x", ["--max-seconds 0 must be more than 0"]),
+    ("dry-run --memory 24 --sequence-length 0 -- python x", ["--sequence-length 0 must be at least 1"]),
+    ("dry-run --memory 24 --devices 40 -- python x", ["--devices 40 must be 1 to 16"]),
+    ("dry-run --memory 24 -- torchrun --nproc-per-node=40 x", ["--devices 40 must be 1 to 16"]),
+    ("dry-run --memory 24 --capability new -- python x", ["--capability new"]),
+    ("dry-run --memory 24 --page no/such.html -- python x", ["there is no folder"]),
+    (f"dry-run --memory 24 {__file__} --lr 1", [f"to run a script, write -- python {__file__}"]),
+    ("dry-run --memory 24 lora_finetune_single --config x", ["did you mean 'lora_finetune_single_device'"]),
+    ("dry-run --memory 24 lora_finetune_single_device", ["--config <name or path> is missing"]),
+    (f"dry-run --memory 24 --devices 2 lora_finetune_single_device --config {LORA}", ["--devices 2"]),
+    (f"dry-run --memory 24 lora_finetune_single_device --config {LORA} batch", ["write key=value"]),
+    # files
+    ("validate missing.yaml", ["no config 'missing.yaml'"]),
+    ("validate folder", ["no config 'folder'"]),
+    ("validate list.yaml", ["list.yaml is not a config: it must map keys to values"]),
+    ("validate broken.yaml", ["broken.yaml cannot be read", "in line 2"]),
+    ("validate binary.yaml", ["binary.yaml cannot be read", "utf-8"]),
+    ("validate empty.yaml", ["empty.yaml: the config lacks"]),
+    ("validate no_loss.yaml", ["NoLoss", "no_loss.yaml"]),
+    ("validate wrong_loss.yaml", ["CrossEntropyLoss", "ignore"]),
+    ("validate nothing.yaml", ["'nowhere' not found"]),
+    ("run lora_finetune_single_device --config list.yaml", ["list.yaml is not a config: it must map keys to values"]),
+    (f"run folder --config {LORA}", ["no recipe 'folder'"]),
+    ("plan list.yaml --memory 24", ["list.yaml is not a config: it must map keys to values"]),
+    ("plan empty.yaml --memory 24", ["empty.yaml has no model"]),
+    ("cat binary.yaml", ["binary.yaml cannot be read"]),
+    ("cat --sort broken.yaml", ["broken.yaml cannot be read", "in line 2"]),
+    (f"cp {LORA} no/such/x.yaml", ["there is no folder 'no/such'", "--make-parents"]),
+    ("report", ["there is no record of a run below"]),
+    ("report folder", ["there is no record of a run in folder", "output_dir"]),
+    ("report later.jsonl", ["is a record of version 99, but this adaptive-batching reads"]),
+    ("report ended.jsonl --output /nowhere/x.html", ["name another file with --output"]),
+    ("report no_record.jsonl", ["no_record.jsonl has no events"]),
+    ("quickstart --data_dir binary.yaml", ["--data_dir binary.yaml", "name another folder"]),
+]
+
+# Overrides of a config, and words that the line has to have. Wrong values of a setting are in tests/test_config.py.
 IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     # the fields
     ("use_maximum_batch_size=yes-please", ["use_maximum_batch_size='yes-please'", "must be True or False"]),
@@ -58,6 +179,7 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("adaptive_batchin.search=predict", ["adaptive_batchin", "did you mean 'adaptive_batching'"]),
     (f"micro_batch_size=3 batch_size=8 use_maximum_batch_size=False {FUNCTION}=null",
      ["micro_batch_size=3", "batch_size=8", "[1, 2, 4, 8]"]),
+    ("enable_async_checkpointing=True micro_batch_size=2", ["enable_async_checkpointing=True: asynchronous checkpoints"]),
     ("batch_size=auto", ["batch_size='auto'", "whole number"]),
     (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
     (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
@@ -110,6 +232,41 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("--use_maximum_batch_size=True", ["key=value", "--use_maximum_batch_size=True"]),
 ]  # fmt: skip
 
+# What only `validate` refuses: a run takes a key that it does not know for one of a script's own.
+OF_VALIDATE: list[tuple[str, list[str]]] = [
+    ("use_maximum_batch_siz=True", ["use_maximum_batch_siz is unknown", "did you mean 'use_maximum_batch_size'"]),
+    ("gradient_acumulation_steps=2", ["gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'"]),
+    ("epoch=2", ["epoch is unknown", "did you mean 'epochs'"]),
+    (f"{OURS}.serach=foo", ["adaptive_batching.serach is unknown", "did you mean 'search'"]),
+    (f"{OURS}.memory_limit=lots", ["adaptive_batching.memory_limit='lots'"]),
+    ("loss.ignore=1", ["unexpected keyword argument 'ignore'"]),
+]
+
+
+ALL = [
+    *MISTAKES,
+    *(
+        (f"validate {QUICKSTART} {overrides}", words)
+        for overrides, words in [*IN_THE_CONFIG, *OF_VALIDATE]
+        if "can be read" not in words and not overrides.startswith("--")
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), ALL, ids=[command for command, _ in ALL])
+def test_a_mistaken_command_ends_in_one_line_and_with_2(
+    command: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    assert in_this_process(*shlex.split(command)) == 2
+    shown = capfd.readouterr().err
+    line = shown.rstrip().splitlines()[-1]
+    assert "error: " in line and [word for word in words if word not in line] == [], shown
+    assert "Traceback" not in shown
+
 
 FOR_BOTH = [f"{OURS}=[]", "max_batch_size=16", f"{OURS}.search=fastest"]
 
@@ -131,7 +288,7 @@ def check(line: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("overrides", "words"), IN_THE_CONFIG, ids=[overrides for overrides, _ in IN_THE_CONFIG])
-def test_a_mistaken_command_ends_in_one_line(
+def test_a_run_with_a_mistake_ends_in_one_line(
     overrides: str, words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for recipe in ("full", "lora") if overrides in FOR_BOTH else ("full",):
@@ -146,26 +303,6 @@ def test_a_gpu_that_is_not_there_is_named_with_what_trains_without_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = end_of("lora", "device=cuda dtype=bf16", tmp_path)
     check(line, ["device=cuda: no GPU is found here", "add device=cpu dtype=fp32", "'adaptive-batching plan'"])
-
-
-REFUSED_BY_VALIDATE = [
-    *(mistake for mistake in IN_THE_CONFIG if "can be read" not in mistake[1] and not mistake[0].startswith("--")),
-    ("use_maximum_batch_siz=True", ["use_maximum_batch_siz is unknown", "did you mean 'use_maximum_batch_size'"]),
-    ("gradient_acumulation_steps=2", ["gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'"]),
-    ("epoch=2", ["epoch is unknown", "did you mean 'epochs'"]),
-    (f"{OURS}.serach=foo", ["adaptive_batching.serach is unknown", "did you mean 'search'"]),
-    (f"{OURS}.memory_limit=lots", ["adaptive_batching.memory_limit='lots'"]),
-    ("loss.ignore=1", ["unexpected keyword argument 'ignore'"]),
-]
-
-
-@pytest.mark.parametrize(("overrides", "words"), REFUSED_BY_VALIDATE, ids=[each for each, _ in REFUSED_BY_VALIDATE])
-def test_validate_refuses_what_a_run_refuses_before_it_loads_a_model(
-    overrides: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert in_this_process("validate", "quickstart/full_single_device", *overrides.split()) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "error: " in line and [word for word in words if word not in line] == [], line
 
 
 @pytest.mark.slow  # a minute and a half
@@ -188,28 +325,6 @@ def test_a_mistake_in_a_config_of_a_recipe_ends_in_one_line(
     recipe: str, overrides: str, words: list[str], tmp_path: Path
 ) -> None:
     check(end_of(recipe, overrides, tmp_path), words)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, ["there is no config", "did you mean 'quickstart/lora_single_device'"]),
-        ("a: [1,\n b: }", ["cannot be read", "in line 2"]),
-        ("- 1\n- 2", ["it must map keys to values"]),
-        ("loss: {_component_: torch.nn.NoLoss}", ["NoLoss", "config.yaml"]),
-        ("loss: {_component_: torch.nn.CrossEntropyLoss, ignore: 1}", ["CrossEntropyLoss", "ignore"]),
-    ],
-)
-def test_what_cannot_be_validated_is_named_in_one_line(
-    text: str | None, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.yaml"
-    if text is not None:
-        path.write_text(text)
-    assert in_this_process("validate", str(path) if text else "quickstart/lora_single_devic") == 2
-    shown = capsys.readouterr().err
-    assert [word for word in words if word not in shown] == [], shown
-    assert "Traceback" not in shown
 
 
 def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,3 +385,68 @@ def test_where_the_users_code_raises_its_frames_are_shown_and_no_others(
     with pytest.raises(SystemExit, match=r"returned 2\.0; it must return how many samples to add"):
         tune_run("full", "adaptive_batching.max_batch_size=8", replaced={FUNCTION: f"{HERE}.returns_a_float"})
     assert "File " not in capfd.readouterr().err
+
+
+@pytest.mark.slow  # the tests below have what it is made of
+def test_on_several_devices_a_mistake_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    command = f"run --nproc_per_node 2 full_finetune_distributed --config {QUICKSTART} data_dir=nowhere"
+    program = [sys.executable, "-m", "adaptive_batching", *command.split(), "adaptive_batching.search=fastest"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line == "error: adaptive_batching.search='fastest' is unknown; known: binary_search, power_of_two, predict"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "ends_with"),
+    [(3, None), (-9, "error: rank 1 was ended by SIGKILL; if that is SIGKILL, the host may")],
+)
+def test_a_launch_ends_as_the_process_that_ended_first(
+    exit_code: int, ends_with: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=exit_code, error_file="<N/A>")
+
+    def fail(*_: Any) -> None:
+        raise ChildFailedError("recipe.py", {1: failure})
+
+    monkeypatch.setattr(Run, "_run_cmd", fail)
+    monkeypatch.setattr(sys, "argv", ["adaptive-batching", "run", "full_finetune_distributed", "--config", QUICKSTART])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == exit_code if ends_with is None else str(end.value).startswith(ends_with)
+
+
+@pytest.mark.parametrize(
+    ("error", "local_rank", "waited"),
+    [
+        (ConfigError("no"), "0", 0),
+        (ConfigError("no"), "1", 5),  # torchrun has ended it by then if the first has the same mistake
+        (RuntimeError("[gloo/transport] Connection closed by peer"), "0", 15),  # the one that closed it knows why
+        (ConfigError("no"), None, None),  # without torchrun
+    ],
+)
+def test_of_ranks_with_the_same_mistake_the_first_tells_it(
+    error: Exception, local_rank: str | None, waited: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match=r"^error: "), mistakes_in_one_line("anywhere"):
+        raise error
+    assert waits == ([] if waited is None else [waited])
+
+
+def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS / "full_single_device.yaml"
+    monkeypatch.setattr(sys, "argv", ["run", "--config", str(config), f"output_dir={tmp_path}"])
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    monkeypatch.setattr(load_stock("full_finetune_single_device").config, "instantiate", no_memory)
+    with pytest.raises(SystemExit) as end:
+        full.recipe_main()
+    told = str(end.value)
+    assert told.startswith("error: out of memory before training, where the model and its data are set up (CUDA out of")
+    assert "LoRA" in told and "checkpoints" not in told and "forward" not in told and "\n" not in told

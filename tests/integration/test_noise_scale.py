@@ -41,10 +41,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[NoiseEstimate]:
         ("full", ["micro_batch_size=3"]),
         ("full", []),
         ("full", ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB"]),
-        ("full", ["micro_batch_size=3", "enable_activation_checkpointing=True"]),
         ("lora", ["micro_batch_size=3"]),
     ],
-    ids=["parts of three and two", "batches of an accumulation", "by length", "checkpointing", "lora"],
+    ids=["parts of three and two", "batches of an accumulation", "by length", "lora"],
 )
 def test_the_estimate_is_right_on_average(
     kind: str, how: list[str], tune_run: TuneRun, measured: list[NoiseEstimate], monkeypatch: pytest.MonkeyPatch

@@ -13,48 +13,41 @@ PART = {
     "column_map": {"input": "instruction", "output": "output"},
 }  # fmt: skip
 TWO_DATA_SETS = [{**PART, "split": "train[:20]"}, {**PART, "split": "train[20:45]"}]
-# What other recipes show of these holds for their loop, which is the same.
-SLOW = pytest.mark.slow
+CHECKPOINTING, COMPILED, PACKED = "enable_activation_checkpointing=True", "compile=True", "dataset.packed=True"
+DROPOUT = "model.lora_dropout=0.1"
+# 12 batches: 2 windows of 5, and 2 batches that stock carries into the next epoch
+ACCUMULATION = "gradient_accumulation_steps=5"
 CASES: dict[str, tuple[Any, ...]] = {
-    "full-plain": ("full",),
-    "full-no-clipping": ("full", "clip_grad_norm=null"),
-    # 12 batches: 2 windows of 5, and 2 batches that stock carries into the next epoch
-    "full-accumulation": ("full", "gradient_accumulation_steps=5"),
-    "full-max-steps": ("full", "max_steps_per_epoch=3", "gradient_accumulation_steps=2"),
-    "full-optimizer-in-backward": ("full", "optimizer_in_bwd=True", "clip_grad_norm=null"),
-    "full-packed": ("full", "dataset.packed=True", "batch_size=2"),
-    "full-checkpointing": ("full", "enable_activation_checkpointing=True"),
-    "full-compile": ("full", "compile=True"),
-    "full-profiler": (
-        "full", "profiler.enabled=True", "profiler.cpu=True", "profiler.cuda=False", "profiler.profile_memory=True",
-        "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1", "profiler.warmup_steps=1",
-        "profiler.active_steps=2", "profiler.num_cycles=1",
+    "full": ("full", ACCUMULATION),
+    "full, checkpointing, few steps, no clipping": (
+        "full", CHECKPOINTING, "max_steps_per_epoch=3", "gradient_accumulation_steps=2", "clip_grad_norm=null",
     ),
-    "full-without-scheduler-two-data-sets": ("full", {"lr_scheduler": None, "dataset": TWO_DATA_SETS}),
-    "lora-dropout": ("lora", "model.lora_dropout=0.1"),
-    "lora-accumulation": ("lora", "gradient_accumulation_steps=5", "model.lora_dropout=0.1"),
-    "lora-packed": ("lora", "dataset.packed=True", "batch_size=2"),
-    "lora-checkpointing": ("lora", "enable_activation_checkpointing=True"),
-    "lora-compile": ("lora", "compile=True"),
-    "dora": ("lora", "model.use_dora=True"),
+    "full, in the backward pass, packed": (
+        "full", "optimizer_in_bwd=True", "clip_grad_norm=null", PACKED, "batch_size=2",
+    ),
+    "full, compiled, profiled": (
+        "full", COMPILED, "profiler.enabled=True", "profiler.cpu=True", "profiler.cuda=False",
+        "profiler.profile_memory=True", "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1",
+        "profiler.warmup_steps=1", "profiler.active_steps=2", "profiler.num_cycles=1",
+    ),
+    "full, without a scheduler, two data sets": ("full", {"lr_scheduler": None, "dataset": TWO_DATA_SETS}),
+    "lora": ("lora", ACCUMULATION, DROPOUT),
+    "lora, compiled, packed": ("lora", COMPILED, PACKED, "batch_size=2"),
+    "dora, checkpointing": ("lora", "model.use_dora=True", CHECKPOINTING),
     "qlora": ("lora", "model.quantize_base=True"),
-    "kd": ("kd", "model.lora_dropout=0.1"),
-    "kd-accumulation": ("kd", "gradient_accumulation_steps=5"),
-    "kd-packed": ("kd", "dataset.packed=True", "batch_size=2", SLOW),
-    "kd-whole-logits": (
+    "kd": ("kd", ACCUMULATION, DROPOUT),
+    "kd, whole logits, packed": (
         "kd", "loss._component_=torch.nn.CrossEntropyLoss", "kd_loss._component_=torchtune.modules.loss.ForwardKLLoss",
+        PACKED, "batch_size=2",
     ),
-    "kd-compile": ("kd", "compile=True", SLOW),
-    "lora-dpo": ("lora_dpo", "model.lora_dropout=0.1"),
-    "lora-dpo-accumulation": ("lora_dpo", "gradient_accumulation_steps=5"),
-    "lora-dpo-checkpointing": (
-        "lora_dpo", "enable_activation_checkpointing=True", "loss._component_=torchtune.rlhf.loss.RSOLoss",
-        "~loss.beta", SLOW,
+    "lora_dpo": ("lora_dpo", ACCUMULATION, DROPOUT),
+    "lora_dpo, checkpointing, another loss": (
+        "lora_dpo", CHECKPOINTING, "loss._component_=torchtune.rlhf.loss.RSOLoss", "~loss.beta"
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(k, marks=[SLOW] if SLOW in case else []) for k, case in CASES.items()])
+@pytest.mark.parametrize("case", CASES)
 def test_off_gives_the_bits_of_the_stock_recipe(case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # needs no compiler; torchtune reads it
     overrides = [each for each in CASES[case] if isinstance(each, str)]

@@ -6,7 +6,6 @@ needs an entry. ``tests/test_docs.py`` runs the Python, and checks what can be c
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,20 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.stock.loading import load_stock
-from tests.conftest import ROOT, Run, TuneRun
+from tests.conftest import ROOT, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small
 from tests.support.environment import OF_THE_RECIPES
 from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text, loops
-from tests.support.power_cut import FUNCTION
-from tests.support.ranks import free_port
 from tests.support.records import events, without_sizes
 from tests.support.runs import write_run
 
@@ -45,11 +41,6 @@ class Shell:
     added: str | None = None  # to it, where not overrides of a config
     instead: Mapping[str, str] = field(default_factory=dict)  # of other hosts, of more than two devices, of dots
     folder: str = "."  # where it runs, in a checkout
-    installed: bool = False  # in an empty folder, where the package is installed, rather than in a checkout
-    first: str = "true"  # makes what it needs
-    agents: int = 1  # that run it at the same time, as nodes do
-    interrupted: bool = False  # run without resuming at first, until a power cut in the third epoch
-    slow: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,43 +64,37 @@ FULL = "full_finetune_single_device --config quickstart/full_single_device"
 MANY = "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True"
 PLAN = "adaptive-batching plan"
 REPORTS = "test_reports_are_made_as_shown"
-# One of each kind is not slow. A text is why a target of make is not run: what it would run is looked at.
+# One of each kind is run. A text is why another is not; of a target of make, what it would run is looked at.
+ALIKE = "another one of its kind is run"
 DRY_RUN = "needs a CUDA build of torch; tests/emulated/test_dry_run.py runs its like"
 COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching ls --recipe lora_finetune_single_device --adaptive": Here(
         "qwen2_5/3B_lora_single_device_adaptive"
     ),
-    f"adaptive-batching probe {FULL}": Shell("maximum batch size"),
+    f"adaptive-batching probe {FULL}": ALIKE,
     "adaptive-batching cat llama3_1/8B_lora_single_device_adaptive": Here("micro_batch_size: auto"),
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
-    "python -m adaptive_batching": Shell("find the largest batch of a config", ""),
-    # tests/torchtune/test_plan_command.py has one that is not slow.
-    f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": Shell(
-        "fits: a forward of 2 x 2,048 tokens needs at most", ""
+    "python -m adaptive_batching": ALIKE,
+    f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": (
+        "tests/torchtune/test_plan_command.py has its like"
     ),
-    "adaptive-batching quickstart": Shell(
-        "Next, with a config of your own", "epochs=1 dataset.split=train[:24]", slow=False
-    ),
-    f"{RUN} {LORA} micro_batch_size=auto": Shell(slow=False),
-    f"{RUN} {LORA} use_maximum_batch_size=True": Shell(),
-    f"{RUN} {FULL} epochs=2": Shell(installed=True),
-    f"tune run adaptive_batching/recipes/{LORA.replace(' ', '.py ', 1)} micro_batch_size=auto": Shell(installed=True),
-    "tune run adaptive_batching/recipes/full_finetune_single_device.py --config ...": Shell(
-        installed=True, first=MY_CONFIG, instead={"...": "my_config.yaml"}
-    ),
-    "PYTHONPATH=. tune run recipes/full_finetune_single_device.py --config ...": Shell(
-        instead={"...": "recipes/configs/quickstart/full_single_device.yaml"}
-    ),
+    "adaptive-batching quickstart": Shell("Next, with a config of your own", "epochs=1 dataset.split=train[:24]"),
+    f"{RUN} {LORA} micro_batch_size=auto": Shell(),
+    f"{RUN} {LORA} use_maximum_batch_size=True": ALIKE,
+    f"{RUN} {FULL} epochs=2": ALIKE,
+    f"tune run adaptive_batching/recipes/{LORA.replace(' ', '.py ', 1)} micro_batch_size=auto": ALIKE,
+    "tune run adaptive_batching/recipes/full_finetune_single_device.py --config ...": ALIKE,
+    "PYTHONPATH=. tune run recipes/full_finetune_single_device.py --config ...": ALIKE,
     "tune run full_finetune_single_device.py --config ...": Shell(
-        instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes", slow=False
+        instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes"
     ),
-    f"{RUN} {FULL} resume_from_checkpoint=True": Shell(interrupted=True),
+    f"{RUN} {FULL} resume_from_checkpoint=True": "tests/integration/test_checkpoints.py has its like",
     "PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py "
-    "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": Shell(),
-    f"{RUN} --nproc_per_node 8 {MANY}": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}, slow=False),
-    f"{RUN} --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 {MANY}": Shell(
-        instead={"--nproc_per_node 8": "--nproc_per_node 1", "node0:29500": "127.0.0.1:{port}"}, agents=2
+    "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": ALIKE,
+    f"{RUN} --nproc_per_node 8 {MANY}": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}),
+    f"{RUN} --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 {MANY}": (
+        "tests/integration/test_two_ranks.py has two agents"
     ),
     "pip install '.[torchtune]'": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
@@ -121,7 +106,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere(REPORTS),
     "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(REPORTS),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
-    "PYTHONPATH=. python benchmarks/growth_quality.py": Elsewhere("test_a_benchmark_is_repeated"),
+    "PYTHONPATH=. python benchmarks/growth_quality.py": "takes more than half an hour",
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
     "adaptive-batching dry-run --gpu 4090 -- python train.py --batch-size 8": DRY_RUN,
     "adaptive-batching dry-run --gpu 4090 -- python train.py": DRY_RUN,
@@ -134,7 +119,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "make test-all": "this test is one of those that it runs",
     "make bench": "takes more than an hour",
     "make bench DEVICE=cuda": "needs a GPU",
-    "make test-cuda": Shell("SKIPPED", ""),
+    "make test-cuda": "needs a GPU",
 }
 
 
@@ -143,11 +128,7 @@ def all_commands() -> set[str]:
 
 
 def those(kind: type) -> list[Any]:
-    return [
-        pytest.param(command, way, id=command[:80], marks=[pytest.mark.slow] if getattr(way, "slow", False) else [])
-        for command, way in COMMANDS.items()
-        if isinstance(way, kind)
-    ]
+    return [pytest.param(command, way, id=command[:80]) for command, way in COMMANDS.items() if isinstance(way, kind)]
 
 
 def test_each_command_is_run() -> None:
@@ -183,32 +164,16 @@ def finish(process: Any, status: int = 0) -> str:
 
 
 @pytest.mark.parametrize(("command", "way"), those(Shell))
-def test_a_command_runs_as_it_stands(
-    command: str, way: Shell, request: pytest.FixtureRequest, inputs: Path, tmp_path: Path
-) -> None:
-    if "nproc_per_node" in command and why_not_drained():
-        pytest.skip(f"torch {torch.__version__} cannot probe on several devices (2.13 can)")
-    home: Path = request.getfixturevalue("installed" if way.installed else "checkout")
-    cwd, venv = (tmp_path if way.installed else home / way.folder), home / ".venv"
+def test_a_command_runs_as_it_stands(command: str, way: Shell, checkout: Path, inputs: Path, tmp_path: Path) -> None:
+    if "nproc_per_node" in command and (why := why_not_drained()):
+        pytest.skip(why)
     line = command
     for shown, real in way.instead.items():
         assert shown in line
-        line = line.replace(shown, real.format(port=free_port()))
-    added = small(command, inputs, tmp_path / "out") if way.added is None else way.added.format(tmp=tmp_path)
-    finish(in_shell(way.first, cwd, venv))
-    variables = {}
-    if way.interrupted:
-        added += f" {shlex.join(FUNCTION)}"
-        begin = shlex.join(word for word in shlex.split(line) if not word.startswith(("resume_from", "checkpointer.")))
-        begin += f" {small(begin, inputs, tmp_path / 'out')} {shlex.join(FUNCTION)}"
-        variables["PYTHONPATH"] = str(ROOT)
-        split = finish(in_shell(begin, cwd, venv, FAIL_AT_EPOCH="2", **variables), status=1)
-        assert "the power went out" in split
-    running = [in_shell(f"{line} {added}", cwd, venv, **variables) for _ in range(way.agents)]
-    output = "".join(finish(process) for process in running)
+        line = line.replace(shown, real)
+    added = small(command, inputs, tmp_path / "out") if way.added is None else way.added
+    output = finish(in_shell(f"{line} {added}", checkout / way.folder, checkout / ".venv"))
     assert way.says in output, output[-6000:]
-    if way.interrupted:
-        assert [epoch["epoch"] for epoch in events(Run(tmp_path / "out"), "epoch")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("command", "way"), those(Here))
@@ -338,23 +303,6 @@ def test_make_quickstart_shows_all_that_the_pages_say(checkout: Path) -> None:
 
 def test_what_make_has_made_is_activated(checkout: Path) -> None:
     assert str(checkout / ".venv") in finish(in_shell(". .venv/bin/activate; command -v tune", checkout, Path("/usr")))
-
-
-@pytest.mark.slow
-def test_a_benchmark_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one function, one learning rate and one control: all of them take more than half an hour."""
-    [command] = [command for command in COMMANDS if "benchmarks/" in command]
-    _, _, script, *arguments = shlex.split(command)
-    added = ["--samples", "64", "--seeds", "1", "--output", str(tmp_path / "result.md")]
-    monkeypatch.setattr("sys.argv", [script, *arguments, *added])
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    module: Any = importlib.import_module(Path(script).stem)
-    ways: Any = importlib.import_module("growth_ways")
-    monkeypatch.setattr(ways, "FUNCTIONS", {"step": {}})
-    monkeypatch.setattr(module, "LEARNING_RATES", {"full": (1e-3,), "lora": (4e-3,)})
-    monkeypatch.setattr(ways, "CONTROLS", {module.CONFIGURED: {}})
-    module.main()
-    assert "| step | " in (tmp_path / "result.md").read_text()
 
 
 # Settings

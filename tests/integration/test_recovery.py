@@ -51,8 +51,10 @@ UNMASKED = [
 @pytest.mark.parametrize(
     ("kind", "common", "size", "rel"),
     [
-        *((kind, MASKED, size, 2e-4) for kind in ("full", "lora") for size in (1, 2, 3)),
-        *(("full", UNMASKED, size, 3e-6) for size in (1, "auto")),
+        ("full", MASKED, 2, 2e-4),
+        ("lora", MASKED, 3, 2e-4),
+        ("full", UNMASKED, 1, 3e-6),
+        ("full", UNMASKED, "auto", 3e-6),
     ],
 )
 def test_micro_batches_train_as_the_whole_batch(
@@ -97,9 +99,9 @@ CHECKPOINTED = ("full", "enable_activation_checkpointing=True")
 @pytest.mark.parametrize(
     ("kind", "setting", "where", "layer", "call", "times"),
     [
-        *((*each, where, layer, call, 2) for each in (FULL, LORA) for where in ("forward", "backward", "hook")
-          for layer in (0, 1) for call in (1, 4)),
-        *((*CHECKPOINTED, where, 0, 3, 1) for where in ("forward", "backward")),
+        (*FULL, "hook", 0, 4, 2),
+        (*LORA, "backward", 0, 1, 2),
+        (*CHECKPOINTED, "backward", 0, 3, 1),
     ],
 )  # fmt: skip
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
@@ -135,7 +137,7 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     assert_same_weights(recovered.weights(0), at_once.weights(0))
 
 
-@pytest.mark.parametrize("call", [2, 5, 6])
+@pytest.mark.parametrize("call", [2, 5])
 def test_what_has_fitted_before_runs_again_as_it_was(
     call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,26 +154,13 @@ def test_what_has_fitted_before_runs_again_as_it_was(
     assert "running the step's samples again as they were (recovery 1)" in caplog.text
 
 
-@pytest.mark.parametrize("fits", [1, 2])
-def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
-    fits: int, tune_run: TuneRun, baseline: TuneRun
-) -> None:
-    """Down to single samples. Whatever is split, the tokens behind each step's loss are the same."""
-    common = [*SGD, FAULTY, "batch_size=8", "epochs=1"]
-    undisturbed = baseline("full", *common)
-    plan.update(where="forward", call=1, calls=0, times=10**6, fits=fits)
-    recovered = tune_run("full", *common, name="recovered")
-    assert_close(recovered, undisturbed, epoch=0)
-    assert 10**6 - plan["times"] < 20, "the limit is kept from step to step"
-
-
 def weights_are_close(ours: Run, theirs: Run) -> None:
     for name, weights in theirs.weights(0).items():
         torch.testing.assert_close(ours.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
     assert [m["loss"] for m in ours.metrics] == pytest.approx([m["loss"] for m in theirs.metrics], rel=1e-4)
 
 
-@pytest.mark.parametrize("micro_batch_size", ["1", "3", "4", "auto", "explore"])
+@pytest.mark.parametrize("micro_batch_size", ["3", "auto", "explore"])
 def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
     micro_batch_size: str, tune_run: TuneRun, baseline: TuneRun
 ) -> None:
@@ -233,13 +222,6 @@ def test_where_smaller_parts_are_no_way_out_the_error_says_what_to_do(
     plan.update(fault)
     with pytest.raises(SystemExit, match=message):
         tune_run("full", *settings)
-
-
-def test_other_errors_are_not_recovered_from(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.integration.faults.run_out", lambda: 1 / 0)
-    plan.update(times=1)
-    with pytest.raises(ZeroDivisionError):
-        tune_run("full", FAULTY)
 
 
 def bytes_of_tensors() -> int:
@@ -314,7 +296,7 @@ DEPENDENT = f"model._component_={__name__}.batch_dependent_model"
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        *(([each], each) for each in ("micro_batch_size=2", "micro_batch_size=auto", "micro_batch_size=explore")),
+        (["micro_batch_size=auto"], "micro_batch_size=auto"),
         ([*DOUBLE, "adaptive_batching.grow_beyond_memory=True"], "adaptive_batching.grow_beyond_memory=True"),
         ([*DOUBLE, "adaptive_batching.noise_scale_every=2"], "measuring the gradient noise scale, for .*,"),
     ],

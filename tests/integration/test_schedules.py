@@ -1,4 +1,7 @@
-"""Every increase function of the package, within a real recipe run through ``tune run``: planned, run and resumed."""
+"""Increase functions within a real recipe run through ``tune run``: planned, run and resumed.
+
+One that asks for nothing that only a run knows stands for all such; ``tests/growth`` has the others.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,8 @@ from tests.support.overrides import VALIDATE
 from tests.support.records import events
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
-    "constant": {},
-    "fixed_increase": {"increase": 2},
     "step": {"every": 0.5},
-    "multistep": {"milestones": [0.5, 2]},
-    "staged": {"stages": {0: 4, 1: 6, 2.5: 8}},
-    "linear": {},
-    "polynomial": {"end": 20, "ramp_epochs": 2, "power": 2},
-    "cosine": {},
-    "late_switch": {"fraction": 0.7},
     "replace_lr_decay": {},
-    "on_plateau": {"patience": 1, "min_delta": 0.1},
     "on_plateau of val_loss": {"patience": 1, "min_delta": 0.1, "metric": "val_loss"},
     "gradient_noise_scale": {},
     "norm_test": {"eta": 0.7},
@@ -70,8 +64,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert part.metrics == whole.metrics
     assert_same_weights(part.weights(2), whole.weights(2))
     sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
-    if name != "constant":
-        assert sizes[-1] > 4, "the batch has grown"
+    assert sizes[-1] > 4, "the batch has grown"
     plan = events(whole, "plan")[0]
     if plan["decided"]:
         for epoch in plan["epochs"]:
@@ -80,7 +73,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
             assert sum(step["samples"] for step in steps) == epoch["samples"] == 72 - epoch["dropped_samples"]
             assert steps[-1]["lr"] == pytest.approx(epoch["last_lr"])
     else:
-        assert name in ("on_plateau", "on_plateau of val_loss", "gradient_noise_scale", "norm_test", "goodput")
+        assert name in ("on_plateau of val_loss", "gradient_noise_scale", "norm_test", "goodput")
 
 
 def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
-from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
+from adaptive_batching._growth.increase import IncreaseFunction
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._ranks import agree
 from adaptive_batching._step.limits import TokenLimit
@@ -40,11 +40,12 @@ from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import ARCHITECTURE, ROOT, all_that_fits, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
+from tests.support import power_cut
 from tests.support.device_steps import noted_steps
 from tests.support.garbage import quicken_collections
 from tests.support.overrides import SGD, TEACHER, VALIDATE
 
-REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
+ONE_LIMIT = 60  # MiB: a sample fits, or nearly
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
 
@@ -56,18 +57,8 @@ class LossThatFailsOnOneRank(nn.CrossEntropyLoss):
         return super().forward(logits, labels)
 
 
-power_fails_at: list[float] = []
-"""Epochs before which a run is cut off."""
-
-
-def doubles_until_cut_off(epoch: int, current_batch_size: int, state: GrowthState) -> int:
-    if epoch in power_fails_at:
-        raise RuntimeError("the power went out")
-    return current_batch_size if epoch else 0
-
-
 def factory(every: int = 1, rankwise: bool = False) -> IncreaseFunction:
-    return (lambda epoch, size: 2 + 2 * RANK if epoch else 0) if rankwise else doubles_until_cut_off
+    return (lambda epoch, size: 2 + 2 * RANK if epoch else 0) if rankwise else power_cut.factory()
 
 
 @contextlib.contextmanager
@@ -177,10 +168,13 @@ class Runner:
                 (self.directory / name / f"error_{RANK}.txt").write_text(f"{error}\n{traceback.format_exc()}")
 
     def cut_off(self, kind: str, name: str, before: float, *overrides: str, on: Sequence[str] = ()) -> None:
-        """Run until the power fails before an epoch, and go on with the settings ``on`` from the last checkpoint."""
-        power_fails_at.append(before)
-        self(kind, name, *overrides)
-        power_fails_at.clear()
+        """Run a whole, and what a power cut before an epoch leaves of it, with the settings ``on``."""
+        whole, again = self.directory / f"{name}_whole", self.directory / name
+        with power_cut.copying(whole, before if RANK == 0 else None):
+            self(kind, whole.name, *overrides)
+        if RANK == 0:
+            power_cut.left_of(whole).rename(again)
+        dist.barrier()
         self(kind, name, *overrides, "resume_from_checkpoint=True", *on)
 
 
@@ -240,8 +234,7 @@ def runs_that_are_cut(run: Runner) -> None:
     for kind in KINDS:
         common = [*SGD, model(kind), ACCUMULATE, samples(16 * len(FAULTS))]
         run(kind, f"{kind}_whole", *common)
-        for size in ("1", "2"):
-            run(kind, f"{kind}_cut_{size}", *common, f"micro_batch_size={size}")
+        run(kind, f"{kind}_cut_2", *common, "micro_batch_size=2")
         with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
             run(kind, f"{kind}_cut_auto", *common, *BY_LENGTH)
         run(kind, f"{kind}_recovered", *common, faults=list(FAULTS.values()))
@@ -266,7 +259,6 @@ def runs_with_noise(run: Runner) -> None:
     """The gradient noise scale, measured by both ranks."""
     one_target = ["batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
     run("lora", "lora_noise", *NOISE, *one_target, "micro_batch_size=3")
-    run("full", "full_noise", *NOISE, *one_target, *BY_LENGTH)
     by_noise = ["batch_increase_function._component_=adaptive_batching.growth.gradient_noise_scale",
                 "~batch_increase_function.every", "batch_increase_function.multiplier=4",
                 "adaptive_batching.noise_scale_every=1", "epochs=3", samples(48),
@@ -282,53 +274,31 @@ def runs_that_grow(run: Runner) -> None:
     run("full", "kept", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=8")
     run("full", "constant", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=2")
 
-    run("full", "full_whole", *GROW, *PROBED)
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
     run.cut_off("full", "full", 1, *GROW, *PROBED, on=[files])
-
     run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
 
 
 def run_in_two(run: Runner, kind: str, *added: str) -> None:
     """Run as a whole, and cut off within the second epoch, to go on from a checkpoint within it."""
-    name = f"{kind}_steps"
     every = ["adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8", "save_every_n_steps=5"]
     common = [*GROW[:-1], "epochs=2", samples(48), *every, *added]
-    run(kind, f"{name}_whole", *common)
-    run.cut_off(kind, name, 1.5, *common)
+    run.cut_off(kind, f"{kind}_steps", 1.5, *common)
 
 
 def runs_of_other_recipes(run: Runner) -> None:
-    """Against the model without adapters, or a second one, which is sharded on its own; and with rounded weights."""
+    """Of a model without adapters, of a second one, which is sharded on its own, and of rounded weights."""
     for kind in OTHERS:
         common = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", samples(48)]
         common += ["loss.beta=2.0"] if "dpo" in kind else []
         run(kind, f"{kind}_stock", *common, stock=True)
         run(kind, f"{kind}_off", *common)
         common.append(model("full" if kind in ("full_dpo", "qat") else "lora"))
-        if kind in ("kd", "qat"):
-            run(kind, f"{kind}_validated", *common, *VALIDATE_EACH, "batch_size_val=1")
-            again = [*common, *VALIDATE_EACH, "batch_size_val=6"]
-            run(kind, f"{kind}_validated_again", *again, faults=out_in_validation(0))
-        if kind == "kd":  # whose gradient stock divides by the tokens twice
-            run(kind, f"{kind}_whole", *common, "micro_batch_size=4")
-        with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
-            run(kind, f"{kind}_auto", *common, *BY_LENGTH)
         frozen: Fault = {"where": "forward", "on": [1], "without_gradients": True, "fits": 5, "call": 2}
         faults = [ONE_FORWARD, ONE_BACKWARD, *([frozen] if kind.endswith("dpo") else [])]
         run(kind, f"{kind}_recovered", *common, faults=faults)
 
 
-def runs_of_other_recipes_that_resume(run: Runner) -> None:
-    """Those whose stock checkpoints hold no state of the batch, on from a checkpoint."""
-    growing = [*SGD, *GROW, *PROBED]
-    run("lora_dpo", "lora_dpo_whole", *growing)
-    run.cut_off("lora_dpo", "lora_dpo", 1, *growing)
-    for kind in IN_TWO:
-        run_in_two(run, kind, *([] if kind in ("full_dpo", "qat") else ["model.lora_dropout=0.1"]))
-
-
-IN_TWO = ("lora", "lora_dpo", "full_dpo", "kd", "qat", "qat_lora")
 NO_ADAPTERS = (
     "model._component_=torchtune.models.llama2.llama2", "~model.lora_attn_modules", "~model.apply_lora_to_mlp",
     "~model.apply_lora_to_output", "~model.lora_rank", "~model.lora_alpha", "~model.lora_dropout",
@@ -359,6 +329,8 @@ def runs_on_devices(run: Runner) -> None:
     for name, fields in {"stock": [], "off": [], "probed": ["use_maximum_batch_size=True"]}.items():
         common = [*ON_DEVICE, samples(160), "adaptive_batching.max_batch_size=4"]
         run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
+    few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS))]
+    run("full", "recovered", *few, faults=list(FAULTS.values()))
 
 
 def runs_of_many_steps(run: Runner) -> None:
@@ -388,10 +360,7 @@ def limit_memory(extra_mib: int) -> None:
 
 
 def runs_within_memory(run: Runner) -> None:
-    """Settings of runs that probe or explore under a real limit."""
-    run("full", "explored", "micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB", samples(48),
-        "tokenizer.max_seq_len=256")  # fmt: skip
-
+    """Runs under a real limit on one rank."""
     limit_memory(300)
     run("full", "unequal_memory", *FEW, *PROBE, "max_steps_per_epoch=1", "adaptive_batching.memory_limit=4GiB")
     one = [*SGD, *FEW, "max_steps_per_epoch=2", "batch_size=128", "adaptive_batching.memory_limit=8GiB"]
@@ -440,38 +409,28 @@ def runs_of_short_samples(run: Runner) -> None:
 
 FailingCollective = tuple[str, str, int, list[int]]
 """Which kind, at what moment, which one of them, and on which ranks"""
-KNOWN, UNKNOWN = ("before", "inside", "after"), ("issued", "waiting", "lost")
-"""Moments at which a rank knows whether the others get what they wait for, and those at which it does not."""
-AGAIN = ("draining", "recovering")
-"""Moments of recovery itself"""
+KNOWN = ("before", "inside", "after")
+"""Moments at which a rank knows whether the others get what they wait for."""
 SOME = [(1, [1]), (4, [0, 1]), (6, [0])]
-ALL = [(number, on) for number in range(1, 8) for on in ([0], [1], [0, 1])]
-COLLECTIVES_THAT_FAIL: dict[str, list[FailingCollective]] = {
-    "failing_collectives": [
-        *((kind, moment, *each) for kind in ("gather", "scatter") for moment in KNOWN for each in SOME),
-        *((kind, *each) for kind in ("gather", "scatter")
-          for each in (("issued", 1, [1]), ("waiting", 6, [0]), ("lost", 1, [1]))),
-        ("gather", "draining", 6, [0]), ("scatter", "recovering", 1, [1]),
-    ],
-    "all_failing_collectives": [
-        *((kind, moment, *each) for kind in ("gather", "scatter") for moment in (*KNOWN, *UNKNOWN) for each in ALL),
-        *(("gather", moment, *each) for moment in AGAIN for each in ALL),
-    ],
-}  # fmt: skip
+FAILING_COLLECTIVES: list[FailingCollective] = [
+    *((kind, moment, *each) for kind in ("gather", "scatter") for moment in KNOWN for each in SOME),
+    ("gather", "issued", 1, [1]), ("scatter", "waiting", 6, [0]), ("gather", "lost", 1, [1]),
+    ("gather", "draining", 6, [0]), ("scatter", "recovering", 1, [1]),
+]  # fmt: skip
 
 
 def name_of(kind: str, moment: str, number: int, on: Sequence[int]) -> str:
     return f"{kind}_{moment}_{number}_{''.join(map(str, on))}"
 
 
-def known_cases(which: str) -> list[FailingCollective]:
+def known_cases() -> list[FailingCollective]:
     """Return what ranks recover from: one case for each step of a run."""
-    return [case for case in COLLECTIVES_THAT_FAIL[which] if case[1] in KNOWN]
+    return [case for case in FAILING_COLLECTIVES if case[1] in KNOWN]
 
 
 def fatal_cases(which: str) -> list[FailingCollective]:
     """Return what ends a rank by what it does on another: each case takes processes of its own."""
-    return [case for case in COLLECTIVES_THAT_FAIL.get(which, ()) if case[1] not in KNOWN]
+    return [case for case in FAILING_COLLECTIVES if which == "failing_collectives" and case[1] not in KNOWN]
 
 
 def runs_of_failing_collectives(run: Runner, cases: list[FailingCollective], name: str = "recovered") -> None:
@@ -489,13 +448,12 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "noise": runs_with_noise,
     "growth": runs_that_grow,
     "others": runs_of_other_recipes,
-    "others_resume": runs_of_other_recipes_that_resume,
     "devices": runs_on_devices,
     "devices_level": runs_of_many_steps,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
-    **{which: partial(runs_of_failing_collectives, cases=known_cases(which)) for which in COLLECTIVES_THAT_FAIL},
-    **{f"limit_{extra}": partial(runs_under_a_real_limit, extra_mib=extra) for extra in REAL_LIMITS},
+    "failing_collectives": partial(runs_of_failing_collectives, cases=known_cases()),
+    f"limit_{ONE_LIMIT}": partial(runs_under_a_real_limit, extra_mib=ONE_LIMIT),
 }  # fmt: skip
 
 

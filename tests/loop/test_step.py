@@ -220,14 +220,6 @@ def test_an_allocator_that_starts_over_is_left_alone_where_nothing_can_be_cut(
     assert len(model.forwards) == 5 and not caplog.records
 
 
-def test_without_a_length_parts_are_numbers_of_samples() -> None:
-    model, step = make(by_length=False)
-    model.book.most_tokens = 3 * 8
-    step(texts(*[8] * 8))
-    sizes = [b for b, _ in model.forwards]
-    assert (sizes[0], sizes[4:]) == (8, [4, 2, 2, 2, 2]), "and between them two parts are compared with their union"
-
-
 def test_accumulated_gradients_are_left_for_the_caller() -> None:
     model, step = make(max_tokens=2, by_length=False)
     losses, scale = [], 1024.0
@@ -430,19 +422,6 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "expected"), [(None, DoesNotFitError), (64, ConfigError)], ids=["recovery", "splitting"]
-)
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(16), Centred()])
-def test_a_model_that_computes_over_the_batch_is_not_cut(
-    norm: nn.Module, max_tokens: int | None, expected: type[Exception]
-) -> None:
-    model, step = make(norm=norm, max_tokens=max_tokens)
-    always(model)
-    with pytest.raises(expected, match=rf"norm \({type(norm).__name__}\) computes over the batch"):
-        step(SAMPLES)
-
-
-@pytest.mark.parametrize(
     ("returned", "message"),
     [
         (lambda total, number: total / number, r"loss returned a tensor of shape \(\); "),
@@ -453,11 +432,6 @@ def test_a_model_that_computes_over_the_batch_is_not_cut(
 def test_a_loss_that_is_no_sum_and_number_is_refused(returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message + "it must return the sum of the batch's losses"):
         make(lambda model, batch: returned(*loss(model, batch)))[1](SAMPLES)
-
-
-def test_the_number_of_losses_may_be_one_of_numpy() -> None:
-    _, step = make(lambda model, batch: (loss(model, batch)[0], np.int64(8)))
-    torch.testing.assert_close(step(SAMPLES), (loss(make()[0], collate(SAMPLES))[0] / 8).detach())
 
 
 def test_mistakes_are_told_before_anything_runs() -> None:

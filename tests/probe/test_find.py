@@ -181,42 +181,6 @@ def test_a_replay_reserves_what_the_steps_of_the_probe_reserve(layers: list[Laye
     assert peaks(tokens).once == resting.allocator.peak_reserved
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@given(layers=layers, sizes=st.lists(st.integers(1, 400), min_size=1, max_size=20))
-def test_replayed_peaks_never_fall_with_the_size_nor_change_once_told(layers: list[Layer], sizes: list[int]) -> None:
-    peaks = ReservedPeaks(Device(2**60, layers).recorded, allocator.CachingAllocator, makes_states=True)
-    told = {size: peaks(size) for size in sizes}
-    for size, needed in told.items():
-        assert peaks(size) == needed and needed.least <= needed.repeated
-        assert all(all(map(int.__le__, needed, told[other])) for other in told if other > size)
-
-
-def of_unlike_layers(seed: int, rules: Segments | None) -> Device:
-    draw = random.Random(seed)
-    layers = [
-        Layer(draw.randint(2 * MIB, 64 * MIB), draw.randint(1, 64) * KIB, draw.randint(0, 64) * KIB)
-        for _ in range(draw.randint(4, 12))
-    ]
-    total = 4 * sum(layer.weights for layer in layers) + draw.randint(GIB, 12 * GIB)
-    return Device(total, layers, libraries_bytes=24 * MIB, workspace_bytes=40 * MIB, rules=rules)
-
-
-def test_known_rules_save_steps_and_failures_and_wrong_ones_cost_steps_and_no_answer() -> None:
-    """The workspace, the libraries and what rounding adds are not in the trace."""
-    steps, errors = {}, {}
-    for rules in (None, Segments.FIXED, Segments.EXPANDABLE):  # the allocator's segments do not expand
-        devices = [of_unlike_layers(seed, rules) for seed in range(16)]
-        found = [find(device, upper=400) for device in devices]
-        for device, each in zip(devices, found, strict=True):
-            replayed = {"is_replayed": rules is not None}
-            assert trains(device, each.batch_size, **replayed)
-            assert each.batch_size == 400 or not trains(device, each.batch_size + 1, **replayed)
-        steps[rules] = sum(each.num_steps for each in found)
-        errors[rules] = sum(device.errors for device in devices)
-    assert steps[Segments.FIXED] < 0.6 * steps[None] and errors[Segments.FIXED] < 0.4 * errors[None]
-    assert steps[Segments.EXPANDABLE] < 1.5 * steps[None]
-
-
 @pytest.mark.parametrize("room_gib", [3, 7, 13, 29, 60])
 @pytest.mark.parametrize("overhead", [1.02, 1.06, 1.18, 1.4])
 def test_what_is_reserved_beyond_what_is_allocated_costs_no_error(room_gib: int, overhead: float) -> None:

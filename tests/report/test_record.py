@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -181,22 +180,6 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
     assert "error" not in page.words and "ended 20" in page.words["summary"]
 
 
-@pytest.mark.parametrize("trouble", [KeyboardInterrupt, subprocess.TimeoutExpired("page", 60), MemoryError])
-@pytest.mark.parametrize(("epochs", "often"), [(1, "at the end"), (2, "once, and at the end")])
-def test_no_trouble_with_the_page_hides_the_error_nor_that_memory_ran_out(
-    epochs: int, often: str, trouble: type[BaseException], report: Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> str:
-        raise trouble
-
-    monkeypatch.setattr("adaptive_batching._report.record.start_page", lambda directory: None)
-    monkeypatch.setattr("adaptive_batching._report.record.finish_page", fail)
-    with pytest.raises(RuntimeError, match="CUDA"), report.showing_errors():
-        write_run(report, range(epochs))
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert read_page(write_page([report.path])).facts["Out of memory"] == often
-
-
 def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,20 +199,6 @@ def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
         assert finish_page(page, seconds=60) == str(tmp_path / "report.html")
     words = read_page(write_page([tmp_path])).words["error"]
     assert "ZeroDivisionError on rank 1" in words and "RuntimeError on rank 0" in words and "a bug" in words
-
-
-@pytest.mark.parametrize(("rank", "begins", "has_record"), [(0, False, True), (1, False, False), (1, True, False)])
-def test_an_error_before_the_first_decision_takes_nothing(
-    rank: int, begins: bool, has_record: bool, tmp_path: Path
-) -> None:
-    if has_record:
-        write_run(Report(tmp_path), range(1))
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    failing = Report(tmp_path, rank=rank, ranks=2)
-    with pytest.raises(ZeroDivisionError), failing.showing_errors():
-        write_run(failing, range(int(begins)))
-        raise ZeroDivisionError
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_the_page_shows_each_epoch_once_it_is_over(report: Report, tmp_path: Path) -> None:

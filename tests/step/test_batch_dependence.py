@@ -215,27 +215,6 @@ def test_the_module_that_computes_over_the_batch_is_named(where: str) -> None:
     assert find_batch_dependent_module(model, model, *vectors()) == "model (Around)"
 
 
-def test_a_sample_is_followed_through_nested_and_keyword_arguments() -> None:
-    model = Around(
-        lambda self, batch: self.third(
-            batch["x"], other=self.second(state=self.first({"x": [batch["x"]]}, scale=2.0))[0]
-        ),
-        first=Apply(lambda state, *, scale: {"x": [state["x"][0] * scale]}),
-        second=Apply(lambda *, state: (state["x"][0] - state["x"][0].mean(0), None)),
-        third=Apply(lambda unchanged, *, other: unchanged + other),
-    )
-    first, second = vectors()
-    assert find_batch_dependent_module(model, model, {"x": first}, {"x": second}) == "second (Apply)"
-
-
-def test_runs_that_reach_different_modules_are_compared_where_they_meet() -> None:
-    choices = nn.ModuleList(Apply(lambda x, scale=scale: x * scale) for scale in (1, 2))
-    model = Around(lambda self, x: self.choices[int(x[1, 0, 0] > 0)](x), choices=choices)
-    first, second = vectors()
-    first[1, 0, 0], second[1, 0, 0] = -1, 1
-    assert find_batch_dependent_module(model, model, first, second) == "model (Around)"
-
-
 @pytest.mark.parametrize(
     "norm",
     [nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, track_running_stats=False).eval()],

@@ -15,18 +15,13 @@ from unittest import mock
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.conftest import ROOT, Run
+from tests.conftest import Run
 from tests.support.environment import TAME_MALLOC
 from tests.support.processes import FORKED
 
 Finished = Callable[[str], Run]
 Test = TypeVar("Test", bound=Callable[..., None])
 SECONDS = 900
-
-
-def with_root() -> str:
-    """Return the PYTHONPATH of a child that finds this project, and what this process was started with."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def run_launch(which: str, inputs: Path, directory: Path) -> bool:

@@ -131,40 +131,22 @@ def shard(kind: str, *overrides: str) -> Case:
 
 CHECKPOINTING, COMPILED = "enable_activation_checkpointing=True", "compile=True"
 QUANTIZED, LORA = "model.quantize_base=True", "model._component_=torchtune.models.llama2.lora_llama2"
-WHOLE = ["kd_loss._component_=torchtune.modules.loss.ForwardKLLoss", "loss._component_=torch.nn.CrossEntropyLoss"]
 DPO, KD = ("lora_dpo_single_device", "lora_dpo"), ("knowledge_distillation_single_device", "lora")
 IN_BACKWARD = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
 CASES = {
     "full": one("full"),
     "checkpointing": one("full", CHECKPOINTING),
-    "checkpointing, bf16": one("full", CHECKPOINTING, "dtype=bf16"),
     "accumulation": one("full", "gradient_accumulation_steps=3"),
     "whole logits": one("full", "loss._component_=torch.nn.CrossEntropyLoss"),
-    "shorter samples": one("full", length=LENGTH // 2),
-    "one state": one("full", "optimizer={_component_: torch.optim.SGD, lr: 0.1, momentum: 0.9}"),
     "lora": one("lora"),
-    "dora": one("lora", "model.use_dora=True"),
     "qlora": one("lora", LORA, QUANTIZED),
     "qdora": one("lora", LORA, QUANTIZED, "dtype=bf16", "model.use_dora=True", CHECKPOINTING),
     "few tokens": few(),
     "fused": few("optimizer.fused=True"),
-    "foreach": few("optimizer.foreach=True"),
     "in backward": few(*IN_BACKWARD),
     "lora_dpo": Case(*DPO, []),
     "kd": Case(*KD, TEACHER),
     **{f"{kind}, sharded": shard(kind) for kind in ("full", "lora", *OTHERS)},
-}
-SLOW = {
-    "lora_dpo, checkpointing": Case(*DPO, [CHECKPOINTING, "dtype=bf16"]),
-    "lora_dpo, quantized": Case(*DPO, [QUANTIZED]),
-    "kd, whole logits": Case(*KD, [*TEACHER[:-1], *WHOLE]),
-    "full_dpo, ends sharded": shard("full_dpo", "custom_sharded_layers=[output]"),
-    "kd, ends sharded": shard("kd", "custom_sharded_layers=[output]"),
-    "qat, checkpointing": shard("qat", CHECKPOINTING),
-    **{
-        f"{kind}, compiled {' '.join(overrides)}": one(kind, COMPILED, *overrides, rel=0.002)
-        for kind, overrides in (("full", []), ("full", [CHECKPOINTING]), ("full", ["dtype=bf16"]), ("lora", []))
-    },
 }
 
 
@@ -177,11 +159,11 @@ def devices_of(recipe: str) -> Iterator[int]:
         yield count
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize("name", CASES)
 def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
     name: str, inputs: Path, tmp_path: Path
 ) -> None:
-    case = {**CASES, **SLOW}[name]
+    case = CASES[name]
     added = ["adaptive_batching.recover_from_oom=False", *case.overrides]
     sample = Data(case.length, 50, pairs=RECIPES[case.recipe] is preferences)[0]
     allocations = Allocations()

@@ -101,7 +101,7 @@ def test_a_batch_that_fits_is_the_largest_that_fits(found: Any) -> None:
 
 def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) -> None:
     unknown = ["tokenizer.max_seq_len=null", "model.max_seq_len=4096"]
-    code, out, _ = plan("--config", CONFIG, "--memory", "24GiB", *SMALL, *unknown)
+    code, out, _ = plan(*ASKED, "--memory", "24GiB", *unknown)
     assert code == 4
     assert out.startswith(
         "cannot tell: length unknown, because tokenizer.max_seq_len is null and the data could not be read"
@@ -138,16 +138,7 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
-        (["llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
         (["full_finetune_singel_device", CONFIG], "did you mean 'full_finetune_single_device'"),
-        (["--gpu", "4090"], "name a config ('ls' lists them), for example: plan"),
-        *(
-            ([CONFIG, "--memory", size], f"--memory {size} is not a memory size; write 24, 24GiB or bytes")
-            for size in ("lots", "90%", "0", "24XB")
-        ),
-        ([CONFIG, "--gpu", "RTX 4091"], "--gpu 'RTX 4091' is unknown; the closest: "),
-        (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
         (
             [*ASKED, "--sequence-length", "513"],
             "513 tokens, but the model takes at most 512; set tokenizer.max_seq_len",
@@ -156,9 +147,6 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
             ([CONFIG, "--mfu", "0.4", *gpus], "name that GPU with --gpu")
             for gpus in ([], ["--gpu", "4090", "--gpu", "t4"], ["--gpu", "a100"])
         ),
-        (["--config", CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
-        ([CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
-        (["full_finetune_single_device", CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
         (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
         (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
         ([*ASKED, "micro_batch_size=3"], "micro_batch_size"),
@@ -239,7 +227,7 @@ def test_a_line_of_run_is_planned_as_it_stands(plan: Any) -> None:
 
 
 def test_several_gpus_have_a_line_each_and_the_exit_code_is_that_of_the_smallest(plan: Any, found: Any) -> None:
-    code, out, _ = plan(CONFIG, "--gpu", "4090", "--gpu", "t4", "--gpu", "a100", *SMALL)
+    code, out, _ = plan(CONFIG, "--no-levers", "--gpu", "4090", "--gpu", "t4", "--gpu", "a100", *SMALL)
     head, *rows = [line.split() for line in out.splitlines()[1:6]]
     assert out.startswith("a forward of 8 x 256 tokens needs ") and head[0] == "GPU" and code == 0
     assert [row[:-1] for row in rows] == [

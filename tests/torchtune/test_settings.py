@@ -25,32 +25,18 @@ def config(*overrides: str) -> DictConfig:
 
 
 OF_BOTH = [
-    ("use_maximum_batch_size='yes'", "use_maximum_batch_size='yes' must be True or False"),
-    ("use_maximum_batchsize=True", "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
     ("save_every_step=5", "save_every_step is unknown; did you mean 'save_every_n_steps'"),
-    ("adaptive_batching.memory_limt=1GiB", "memory_limt is unknown; did you mean 'memory_limit'"),
-    ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is not a memory size; write 24GiB, 90% or bytes"),
     ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4; raise"),
-    ("adaptive_batching.keep_global_batch=True adaptive_batching.grow_beyond_memory=True",
-     "keep_global_batch=True keeps the global batch, but grow_beyond_memory=True grows it"),
     ("batch_size=0", "batch_size=0 must be a whole number"),
-    ("collate_fn=torchtune.data.left_pad_sequence", "left_pad_sequence' pads on the left"),
-]  # fmt: skip
-OF_TRAINING = [
-    ("micro_batch_size=3", r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
-    ("micro_batch_size=most", "micro_batch_size='most' must be a whole number, auto, explore or null"),
-    ("use_maximum_batch_size=True adaptive_batching.keep_global_batch=True",
-     "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to grow"),
-    ("enable_async_checkpointing=True micro_batch_size=2", "enable_async_checkpointing=True: asynchronous checkpoints"),
-    ("save_every_n_steps=2.5", r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
-]  # fmt: skip
+]
 OF_EVALUATION = [
     ("batch_increase_function=adaptive_batching.growth.step", "batch_increase_function='adaptive_batching.growth"),
     ("micro_batch_size=2", "micro_batch_size=2 is for training"),
     ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
     ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
 ]
-MISTAKES = {read_settings: OF_BOTH + OF_TRAINING, read_evaluation: OF_BOTH + OF_EVALUATION}
+MISTAKES = {read_settings: OF_BOTH, read_evaluation: OF_BOTH + OF_EVALUATION}
+"""Those of commands are in tests/integration/test_mistakes.py."""
 
 
 @pytest.mark.parametrize(

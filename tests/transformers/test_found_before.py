@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_sizes  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import logged, make_trainer, weights, without_probe  # noqa: E402
+from tests.transformers.trainers import logged, make_trainer, weights  # noqa: E402
 
 AUTO, MAXIMUM = AdaptiveArguments(micro_batch_size="auto"), AdaptiveArguments(use_maximum_batch_size=True)
 
@@ -107,22 +106,6 @@ def test_each_model_of_model_init_has_its_own(memory: Memory, tmp_path: Path, ca
     assert "model.model.names, shapes and dtypes" in lines(caplog)[0] and memory.probed == [8, 8]
 
 
-def test_another_train_takes_the_memory_that_has_become_free_and_what_find_found_stays(
-    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = make_trainer(tmp_path, MAXIMUM, max_steps=1)
-    trainer.adaptive.find()
-    memory.num_bytes = 200
-    trainer.train()
-    assert "about 16 would fit instead of 8; a run that goes on keeps its sizes" in lines(caplog)[0]
-    assert trainer.adaptive.batch_size == 8
-    trainer.train()
-    assert memory.probed == [8, 16] and trainer.adaptive.batch_size == 16
-    memory.num_bytes = 90
-    trainer.train()
-    assert memory.probed == [8, 16, 8] and "takes 0.0 MiB, but only" in lines(caplog)[-1]
-
-
 def test_find_looks_again_when_the_model_is_another(memory: Memory, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, AUTO, max_steps=1)
     trainer.train()
@@ -157,40 +140,3 @@ def test_a_resumed_run_equals_the_uninterrupted_one_whatever_memory_there_is(
     if arguments is AUTO:  # what the optimizer sees is the same
         smaller.train(str(checkpoint))
         assert memory.probed == [10, 4], "the old one fits no more"
-
-
-def test_a_lower_bound_lowers_a_resumed_run_at_the_start_of_an_epoch(memory: Memory, tmp_path: Path) -> None:
-    whole = make_trainer(tmp_path / "whole", MAXIMUM, save_strategy="epoch")
-    whole.train()
-    assert whole.adaptive.course.sizes == [8, 8]
-    lower = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 4})
-    resumed = make_trainer(tmp_path / "whole", lower, per_device_train_batch_size=4)
-    resumed.adaptive.resume_from(tmp_path / "whole" / "checkpoint-5")
-    resumed.adaptive.find()
-    assert resumed.adaptive.course.sizes == [4, 4] and memory.probed == [8, 4]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"max_tokens": 60}', '{"devices": 1, "found": {}}', '{"devices": 1, "found": 3}']
-)
-def test_a_file_that_cannot_be_read_is_told_in_one_line_and_probed_for(
-    text: str, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = make_trainer(tmp_path / "whole", AUTO, save_strategy="epoch")
-    whole.train()
-    path = tmp_path / "whole" / "checkpoint-5" / "adaptive_batching.json"
-    assert json.loads(path.read_text())["devices"] == 1
-    path.write_text(text)
-    resumed = make_trainer(tmp_path / "resumed", AUTO)
-    resumed.train(str(path.parent))
-    [line] = lines(caplog)
-    assert line.startswith(f"probing again: what is stored in {path} cannot be read (")
-    assert memory.probed == [8, 8]
-    assert_same(resumed, whole)
-
-
-def test_without_a_probe_a_checkpoint_has_the_devices_alone(memory: Memory, tmp_path: Path) -> None:
-    make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=3), max_steps=1, save_strategy="epoch").train()
-    [path] = tmp_path.glob("*/adaptive_batching.json")
-    assert json.loads(path.read_text()) == {"devices": 1, "found": None}
-    assert without_probe(make_trainer(tmp_path, AUTO), 60).adaptive.max_tokens is None

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
-from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
 from tests.transformers.trainers import VOCABULARY, OutOfMemory, assert_alike, make_data, make_trainer  # noqa: E402
 
@@ -113,66 +113,3 @@ def test_a_probe_takes_the_sample_with_most_of_images(tmp_path: Path) -> None:
     trainer.adaptive.find()
     assert trainer.adaptive.probe.batch_size == 4
     assert max(seen, key=lambda each: each[1]) == (4, 3 * len(data[29]["pixel_values"]) + len(data[0]["pixel_values"]))
-
-
-def make_processor() -> Any:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{number}": number for number in range(3, VOCABULARY - 1)}
-    vocabulary = {**words, "<unk>": 0, "<eos>": 1, "<pad>": 2, "<image>": IMAGE}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(["<image>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>",
-        extra_special_tokens={"image_token": "<image>"},
-    )  # fmt: skip
-    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    template = (
-        "{% for message in messages %}{% for each in message.content %}"
-        "{% if each.type == 'image' %}<image> {% else %}{{ each.text }} {% endif %}"
-        "{% endfor %}{% endfor %}"
-    )
-    return transformers.LlavaProcessor(
-        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=template,
-    )  # fmt: skip
-
-
-def of_pictures() -> Any:
-    """Samples of a picture, a question and an answer."""
-    datasets, image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
-    chance = random.Random(0)
-
-    def text() -> str:
-        return " ".join(f"w{chance.randrange(3, IMAGE)}" for _ in range(chance.randrange(2, 12)))
-
-    rows = [
-        {
-            "images": [image.new("RGB", (24, 16), (chance.randrange(256), 7, 200))],
-            "messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}],
-        }
-        for _ in range(24)
-    ]
-    return datasets.Dataset.from_list(rows)
-
-
-@pytest.mark.parametrize("ours", [3, "auto", "short"])
-def test_sft_of_trl_on_pictures_trains_as_before(ours: Any, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-
-    def train(name: str, kind: Any, **given: Any) -> Any:
-        settings = dict(num_train_epochs=1, gradient_checkpointing=False, bf16=False, max_length=None)
-        trainer = kind(
-            make_llava(), trainers.arguments(tmp_path / name, trl.SFTConfig, **settings),
-            train_dataset=of_pictures(), processing_class=make_processor(), **given,
-        )  # fmt: skip
-        if ours == "short" and given:
-            OutOfMemory(trainer.model, 100)
-        trainer.train()
-        return trainer
-
-    stock = train("stock", trl.SFTTrainer)
-    size = 8 if ours == "short" else ours
-    split = train("ours", adaptive(trl.SFTTrainer), adaptive=AdaptiveArguments(micro_batch_size=size))
-    assert_alike(split, stock)
-    assert (split.adaptive.num_recoveries >= 1) == (ours == "short")

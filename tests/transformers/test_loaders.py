@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from adaptive_batching import ConfigError  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, logged, make_trainer  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer  # noqa: E402
 
 AUTO = AdaptiveArguments(micro_batch_size="auto")
 THREE = AdaptiveArguments(micro_batch_size=3)
@@ -109,18 +109,6 @@ def test_asking_for_a_loader_probes_nothing(tmp_path: Path) -> None:
     assert values[-1] == 10, "steps, as of Trainer"
     assert not watched.forwards and not watched.failures and ours.adaptive.course is None
     assert ours.optimizer is None
-
-
-def test_a_schedule_of_the_lengths_of_a_loader_is_followed(tmp_path: Path) -> None:
-    def train(ours: AdaptiveArguments | None) -> Any:
-        trainer = make_trainer(tmp_path, ours, gradient_accumulation_steps=2)
-        steps = 2 * -(-len(trainer.get_train_dataloader()) // 2)
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-        trainer.lr_scheduler = transformers.get_cosine_schedule_with_warmup(trainer.optimizer, steps // 3, steps)
-        trainer.train()
-        return trainer
-
-    assert_alike(train(AUTO), train(None))
 
 
 class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -259,19 +247,6 @@ def test_an_evaluation_in_parts_with_workers_gives_what_trainer_gives(persistent
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_an_evaluation_loop_of_the_users_own_gets_batches(tmp_path: Path) -> None:
-    class OwnLoop(transformers.Trainer):  # type: ignore[misc, name-defined]
-        def evaluation_loop(self, dataloader: Any, *args: Any, **given: Any) -> Any:
-            self.tokens = sum(batch["input_ids"].numel() for batch in dataloader)
-            return super().evaluation_loop(dataloader, *args, **given)
-
-    found = []
-    for ours in (None, THREE):
-        trainer = make_trainer(tmp_path, ours, kind=OwnLoop, eval_dataset=trainers.make_data(20))
-        found.append((trainer.evaluate()["eval_loss"], trainer.tokens))
-    assert found[0] == found[1]
-
-
 class Drawn(torch.utils.data.Dataset[Any]):
     """Samples that are augmented with random numbers, of all kinds of generators."""
 
@@ -304,12 +279,3 @@ def test_data_that_draw_random_numbers_train_as_before(tmp_path: Path) -> None:
     whole = train(AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 8}))
     assert logged(stock)[0]["loss"] == logged(whole)[0]["loss"]
     assert_alike(whole, stock)
-
-
-def test_off_a_loader_is_that_of_trainer(tmp_path: Path) -> None:
-    ours = make_trainer(tmp_path, AdaptiveArguments(), eval_dataset=trainers.make_data(9))
-    stock = make_trainer(tmp_path, eval_dataset=trainers.make_data(9))
-    for trainer in (ours, stock):
-        trainer.train()
-        trainer.evaluate()
-    assert_same(ours, stock)

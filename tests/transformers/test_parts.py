@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
-from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
+from adaptive_batching import DoesNotFitError  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
 from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, without_probe  # noqa: E402
@@ -85,8 +85,7 @@ def test_what_the_optimizer_sees_is_what_trainer_shows_it(settings: dict[str, An
     assert split.state.global_step == stock.state.global_step
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(("kind", "accumulated"), [("Llama", 2), ("BertForSequenceClassification", 1), ("T5", 2)])
 def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accumulated: int, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": accumulated, "include_num_input_tokens_seen": "non_padding"}
     stock = make_trainer(tmp_path / "stock", **of_kind(kind, per_device_train_batch_size=8 * accumulated,
@@ -101,28 +100,6 @@ def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accu
     assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen
 
 
-def test_dropout_draws_the_same_numbers_when_samples_run_again_as_they_were(tmp_path: Path) -> None:
-    def make(folder: str) -> Any:
-        model = trainers.make_llama(attention_dropout=0.3)
-        return make_trainer(tmp_path / folder, AdaptiveArguments(micro_batch_size=4), model=model)
-
-    clean = make("clean")
-    clean.train()
-    again = make("again")
-    left = iter(range(1))
-
-    def fail_once(*args: Any, **kwargs: Any) -> None:
-        if torch.is_grad_enabled() and again.state.global_step == 2 and next(left, None) is not None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    again.model.lm_head.register_forward_hook(fail_once)
-    again.train()
-    assert again.adaptive.num_recoveries == 1
-    for one, other in zip(logged(again), logged(clean), strict=True):
-        one.pop("oom_retries", None), other.pop("oom_retries", None)
-        assert one == other
-
-
 def test_a_sample_that_does_not_fit_ends_the_run_in_words(tmp_path: Path) -> None:
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8))
     OutOfMemory(ours.model, 20)
@@ -132,16 +109,6 @@ def test_a_sample_that_does_not_fit_ends_the_run_in_words(tmp_path: Path) -> Non
     OutOfMemory(off.model, 100)
     with pytest.raises(DoesNotFitError, match=r"set adaptive_batching\.recover_from_oom=True"):
         off.train()
-
-
-def test_a_model_that_computes_over_the_batch_is_refused(tmp_path: Path) -> None:
-    from torch import nn
-
-    model = trainers.make_bert("BertForSequenceClassification")
-    model.dropout = nn.BatchNorm1d(32)
-    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), model=model, collator=trainers.collate_classes)
-    with pytest.raises(ConfigError, match=r"micro_batch_size=4 would change the result: dropout \(BatchNorm1d\)"):
-        ours.train()
 
 
 def test_memory_of_the_host_that_runs_out_before_training_has_fewer_samples_measured(tmp_path: Path) -> None:

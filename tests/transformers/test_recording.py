@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
-from adaptive_batching import ConfigError  # noqa: E402
-from adaptive_batching.__main__ import main  # noqa: E402
 from adaptive_batching._report.events import Events, read_events  # noqa: E402
-from adaptive_batching._report.page import write_page  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.support.html import check_that_it_asks_for_nothing, read_page  # noqa: E402
 from tests.support.records import check_the_schema  # noqa: E402
@@ -82,35 +78,6 @@ def test_a_run_leaves_a_record_and_a_page_that_say_the_same_as_its_logs(
     assert [line.split() for line in str(trainer.adaptive).splitlines()][-1] == ["2", "20", "40", "1", "40", "0"]
 
 
-def test_each_evaluation_set_has_its_loss_on_record(tmp_path: Path) -> None:
-    sets = {"short": trainers.make_data(5, longest=6), "code_loss": trainers.make_data(5)}
-    trainer = growing(tmp_path, eval_dataset=sets, eval_strategy="epoch", max_steps=6)
-    trainer.train()
-    trainer.evaluate(metric_key_prefix="test")  # after training, and so not of it
-    logs = logged(trainer)
-    found = [(each["dataset"], each["step"], each["loss"]) for each in record_of(tmp_path)["validation"]]
-    assert found == [
-        (name, each["step"], each[f"eval_{name}_loss"])
-        for each in logs for name in sets if f"eval_{name}_loss" in each
-    ]  # fmt: skip
-    assert len(found) == 4
-
-
-def test_the_command_line_reads_and_compares_runs_of_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, size in (("one", 4), ("other", 8)):
-        make_trainer(tmp_path / name, AdaptiveArguments(micro_batch_size=size), max_steps=2).train()
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    for arguments, name in ([], "other"), (["one"], "one"):
-        monkeypatch.setattr(sys, "argv", ["adaptive-batching", "report", *arguments])
-        main()
-        assert capsys.readouterr().out == f"{name}/adaptive_batching/report.html\n"
-    both = read_page(write_page([Path("one"), Path("other")], tmp_path / "both.html"))
-    assert ["micro_batch_size", "4", "8"] in both.tables["summary"][-1]
-
-
 def test_a_run_that_goes_on_leaves_the_record_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
     growing(tmp_path / "whole").train()
     whole = record_of(tmp_path / "whole")
@@ -173,18 +140,6 @@ def test_an_error_that_ends_a_run_is_in_its_record(where: str, tmp_path: Path, m
     record = record_of(tmp_path)
     assert [(each["type"], each["rank"]) for each in record["error"]] == [("OSError", 0)]
     assert len(record["step"]) == (4 if where == "save" else 0) and not record["end"]
-
-
-def test_the_record_goes_where_it_is_told_to(tmp_path: Path) -> None:
-    def run(folder: Any) -> None:
-        arguments = AdaptiveArguments(micro_batch_size=4, adaptive_batching={"report_dir": str(folder)})
-        make_trainer(tmp_path / "outputs", arguments, max_steps=1).train()
-
-    run(tmp_path / "elsewhere")
-    assert (tmp_path / "elsewhere" / "report.jsonl").is_file()
-    assert not (tmp_path / "outputs" / "adaptive_batching").exists()
-    with pytest.raises(ConfigError, match=r"report_dir='/dev/null' cannot be written"):
-        run("/dev/null")
 
 
 def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:

@@ -40,23 +40,6 @@ def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> No
     assert all(torch.equal(value, weights(given)[name]) for name, value in weights(probed).items())
 
 
-def test_a_batch_of_a_probe_is_padded_as_those_of_training_are(tmp_path: Path) -> None:
-    """Without padding, models of transformers make no mask, which takes memory by the square of the length."""
-    ours = make_trainer(tmp_path, AdaptiveArguments(use_maximum_batch_size=True), max_steps=1)
-    masks: list[Any] = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*args: Any, attn_mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        masks.append(attn_mask)
-        return attention(*args, attn_mask=attn_mask, **kwargs)  # type: ignore[misc]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-        ours.adaptive.find()
-    size = ours.adaptive.probe.batch_size
-    assert size > 1 and any(mask is not None and mask.shape == (size, 1, 24, 24) for mask in masks)
-
-
 def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     probes_by_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,16 +111,6 @@ def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwa
     assert {(each["batch_size"], each["global_batch_size"]) for each in losses(ours)} == {(forwards[0], 24)}
 
 
-def test_a_forward_that_runs_out_in_a_probe_bounds_the_maximum(tmp_path: Path) -> None:
-    ours = make_trainer(
-        tmp_path, AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"})
-    )
-    OutOfMemory(ours.model, 24 * 16)
-    ours.train()
-    assert ours.adaptive.probe.batch_size == ours.adaptive.course.sizes[0] == 16
-    assert losses(ours)[0]["batch_size"] == 16
-
-
 def growing(folder: Path, *, lr_scaling: str = "none", **settings: Any) -> Any:
     """Batches of 6, 12 and 20 of 40 samples, two of which make a step, with dropout."""
     arguments = AdaptiveArguments(
@@ -170,34 +143,6 @@ def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_
         assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
     with pytest.raises(ConfigError, match="resume with the data, the devices, per_device_train"):
         growing(tmp_path / "other", per_device_train_batch_size=9).train(str(tmp_path / "whole" / "checkpoint-5"))
-
-
-def grows_and_shrinks(epoch: int, current_batch_size: int) -> int | None:
-    return {1: 6, 2: -8}.get(epoch)
-
-
-def test_a_batch_that_shrinks_again_follows_its_schedule_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
-    def make(folder: str, **settings: Any) -> Any:
-        arguments = AdaptiveArguments(
-            batch_increase_function=f"{__name__}.grows_and_shrinks", micro_batch_size=4,
-            adaptive_batching={"max_batch_size": 24, "lr_scaling": "sqrt"},
-        )  # fmt: skip
-        model = trainers.make_llama(attention_dropout=0.2)
-        settings = {"per_device_train_batch_size": 6, "num_train_epochs": 3, "warmup_steps": 0, **settings}
-        return make_trainer(tmp_path / folder, arguments, model=model, **settings)
-
-    whole = make("whole", save_strategy="steps", save_steps=1)
-    whole.train()
-    course = whole.adaptive.course
-    assert (course.sizes, course.steps) == ([6, 12, 4], [7, 4, 10])
-    rates = [each["learning_rate"] for each in losses(whole)]
-    epochs = [0.0, *(each["epoch"] for each in losses(whole))][:-1]
-    scales = [1] * 7 + [math.sqrt(2)] * 4 + [math.sqrt(4 / 6)] * 10
-    assert rates == pytest.approx([3e-3 * (1 - e / 3) * s for e, s in zip(epochs, scales, strict=True)], 1e-4)
-    resumed = make("resumed")
-    resumed.train(str(tmp_path / "whole" / "checkpoint-13"))
-    assert losses(resumed) == losses(whole)
-    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
 
 
 def test_the_learning_rate_follows_the_batch(tmp_path: Path) -> None:
@@ -347,27 +292,3 @@ def test_a_step_of_more_samples_than_there_are_takes_them_all(given: dict[str, A
     ours = make_trainer(tmp_path / "ours", AdaptiveArguments(**given), **settings)
     ours.train()
     assert_alike(ours, stock, keys=("loss", "grad_norm", "epoch"))
-
-
-class Remembers(torch.nn.Module):
-    """A model with a buffer that each forward replaces: the first token of each sample that it has met."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = torch.nn.Embedding(trainers.VOCABULARY, 1)
-        self.met: torch.Tensor
-        self.register_buffer("met", torch.zeros(0, dtype=torch.long))
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
-        self.met = torch.cat([self.met, input_ids[:, 0]])
-        targets = labels.ne(-100)
-        return {"loss": (self.weights(input_ids)[..., 0] * targets).sum() / targets.sum().clamp(min=1)}
-
-
-def test_what_a_forward_leaves_in_buffers_is_training_s_alone(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=Remembers(), num_train_epochs=1)
-    ours.train()
-    assert sorted(ours.model.met.tolist()) == sorted(each["input_ids"][0] for each in trainers.make_data())

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import assert_alike, logged, make_trainer  # noqa: E402
+from tests.transformers.trainers import assert_alike, make_trainer  # noqa: E402
 
 
 def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -69,27 +69,6 @@ def test_a_loss_of_ones_own_is_that_of_the_whole_batch(way: str, ours: Any, tmp_
     assert_alike(split, stock)
 
 
-def test_noise_on_embeddings_is_drawn_once_and_again_alike(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"neftune_noise_alpha": 5.0}
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
-    plain = make_trainer(tmp_path / "plain")
-    plain.train()
-    assert logged(stock)[0]["loss"] != logged(plain)[0]["loss"], "there is noise"
-    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=8), **settings)
-    count = iter(range(10**6))
-
-    def fail_once(*args: Any) -> None:
-        if torch.is_grad_enabled() and next(count) == 5:  # when as many tokens have fitted
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    ours.model.lm_head.register_forward_hook(fail_once)
-    ours.train()
-    assert ours.adaptive.num_recoveries == 1
-    assert_alike(ours, stock)
-    assert not ours.model.get_input_embeddings()._forward_hooks, "it is taken away at the end"
-
-
 def test_callbacks_are_told_what_they_were_told(tmp_path: Path) -> None:
     told = {}
     for name, arguments in {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}.items():
@@ -103,20 +82,6 @@ def test_callbacks_are_told_what_they_were_told(tmp_path: Path) -> None:
     steps = {name: [each for each in of if each[0] != "on_substep_end"] for name, of in told.items()}
     assert steps["ours"] == steps["stock"]
     assert {"on_substep_end", "on_evaluate", "on_save", "on_log"} <= {name for name, _ in told["ours"]}
-
-
-@pytest.mark.parametrize("ours", [4, "auto"])
-def test_a_sample_longer_than_the_model_takes_ends_a_run_as_before(ours: Any, tmp_path: Path) -> None:
-    def end(arguments: AdaptiveArguments | None) -> Exception:
-        model = trainers.make_bert()
-        model.config.max_position_embeddings = 16
-        short = transformers.BertForMaskedLM(model.config)
-        with pytest.raises(Exception) as caught:
-            make_trainer(tmp_path, arguments, model=short).train()
-        return caught.value
-
-    stock, found = end(None), end(AdaptiveArguments(micro_batch_size=ours))
-    assert type(found) is type(stock) and "memory" not in str(found)
 
 
 def test_an_early_stop_and_the_best_model_work_as_before(tmp_path: Path) -> None:
