@@ -123,20 +123,20 @@ def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folde
 def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
     """Return the device that the command line asks for: of a name that is several cards, the smallest."""
     capability, processors = (8, 0), 108
+    device_name = "emulated device"
     if args.gpu is not None:
         gpu = min(find_gpus(args.gpu), key=lambda each: each.memory_bytes)
         name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
+        device_name = gpu.device_name
     else:
         name, memory = "card", gpu_memory(args.memory)
     if args.capability is not None:
         capability = parse_capability(args.capability)
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
-    vendor = "NVIDIA GeForce" if re.match(r"RTX [2-5]0\d0\b", name) else "NVIDIA"
     device = EmulatedDevice(
-        memory, count=args.devices, capability=capability, processors=processors,
-        name="emulated device" if args.gpu is None else f"{vendor} {name}",
-    )  # fmt: skip
+        memory, count=args.devices, capability=capability, processors=processors, name=device_name
+    )
     return device, Card(name, memory, device.context_bytes)
 
 

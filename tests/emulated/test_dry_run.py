@@ -101,6 +101,17 @@ def test_an_allocation_that_fails_in_the_backward_pass_is_named_with_the_line_th
     assert found["fits"] is False and failed["in_backward"] and failed["line"] == "train.py:14 main"
 
 
+def test_torch_and_nvidia_smi_tell_a_card_by_the_name_that_its_driver_gives(tmp_path: Path) -> None:
+    code = """
+import subprocess, torch
+print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).name, sep="|")
+print(subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True))
+"""
+    _, said = dry_run(tmp_path, "--gpu", "H100 80GB", code=code)
+    name = "NVIDIA H100 80GB HBM3"
+    assert f"{name}|{name}\n{name}\n" in said
+
+
 def test_what_a_script_survives_is_no_failure(tmp_path: Path) -> None:
     code = (
         TRAIN
