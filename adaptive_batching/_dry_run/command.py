@@ -144,7 +144,7 @@ def _devices(args: argparse.Namespace) -> int:
     """Return the cards asked for, or else one for each process that a launcher starts."""
     if args.devices is not None:
         return int(args.devices)
-    started = re.search(r" --(?:nproc[_-]per[_-]node|num_processes)[= ](\d+)\b", " ".join(args.command))
+    started = re.search(r" --(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus)[= ](\d+)\b", " ".join(args.command))
     return int(started[1]) if started else 1
 
 
@@ -152,7 +152,8 @@ def _environment(on_device: Mapping[str, str], found: Path, steps: int, programs
     """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
     hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
     own = {
-        "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch", FOLDER: str(found), STEPS: str(steps),
+        "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch",
+        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors", FOLDER: str(found), STEPS: str(steps),
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
     }  # fmt: skip
     return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}
