@@ -202,6 +202,16 @@ def test_of_ranks_with_the_same_mistake_the_first_tells_it(
     assert waits == ([] if waited is None else [waited])
 
 
+def test_the_summary_that_torchrun_prints_ends_in_the_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit), mistakes_in_one_line("anywhere"):
+        raise ConfigError("search='fastest' is unknown")
+    failure = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(file))
+    shown = str(ChildFailedError("recipe.py", {0: failure}))
+    assert shown.splitlines()[-2].endswith(": error: search='fastest' is unknown") and "To enable" not in shown
+
+
 def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ROOT / "recipes" / "configs" / f"{QUICKSTART}.yaml"
     monkeypatch.setattr(sys, "argv", ["run", "--config", str(config), f"output_dir={tmp_path}"])
