@@ -25,6 +25,14 @@ class Gpu:
     """Streaming multiprocessors."""
 
     @property
+    def device_name(self) -> str:
+        """The name that the driver gives, which scripts and libraries look at."""
+        if self.name in _DEVICE_NAMES:
+            return _DEVICE_NAMES[self.name]
+        model = re.sub(r"-\d+GB$", "", self.name).replace("Super", "SUPER")
+        return f"NVIDIA GeForce {model}" if re.match(r"RTX \d0[5-9]0\b", model) else f"NVIDIA {model}"
+
+    @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
@@ -32,28 +40,28 @@ class Gpu:
 TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)
 GPUS = [
     Gpu("T4", 14.56, 65, TURING, 40), Gpu("V100-16GB", 15.77, 125, (7, 0), 80),
-    Gpu("V100-32GB", 31.73, 125, (7, 0), 80), Gpu("A10", 22.0, 125, AMPERE, 72),
-    Gpu("A10G", 22.0, 70, AMPERE, 80), Gpu("L4", 22.0, 121, ADA, 58),
-    Gpu("RTX 3090", 23.68, 71, AMPERE, 82), Gpu("RTX 4090", 23.53, 165, ADA, 128),
+    Gpu("V100-32GB", 31.73, 125, (7, 0), 80), Gpu("A10", 21.99, 125, AMPERE, 72),
+    Gpu("A10G", 21.99, 70, AMPERE, 80), Gpu("L4", 21.95, 121, ADA, 58),
+    Gpu("RTX 3090", 23.57, 71, AMPERE, 82), Gpu("RTX 4090", 23.52, 165, ADA, 128),
     Gpu("RTX 5090", 31.36, 210, BLACKWELL, 170), Gpu("A6000", 47.4, 155, AMPERE, 84),
     Gpu("L40S", 44.4, 362, ADA, 142), Gpu("A100-40GB", 39.39, 312, (8, 0), 108),
     Gpu("A100-80GB", 79.15, 312, (8, 0), 108), Gpu("H100", 79.1, 989, HOPPER, 132),
     Gpu("H200", 139.8, 989, HOPPER, 132), Gpu("B200", 178.3, 2250, (10, 0), 148),
     # GeForce: half the rate of the chip where sums are in float32
-    Gpu("RTX 2060", 5.79, 26, TURING, 30), Gpu("RTX 2070", 7.78, 30, TURING, 36),
-    Gpu("RTX 2070 Super", 7.78, 36, TURING, 40), Gpu("RTX 2080", 7.78, 40, TURING, 46),
-    Gpu("RTX 2080 Super", 7.78, 45, TURING, 48), Gpu("RTX 2080 Ti", 10.75, 54, TURING, 68),
-    Gpu("Titan RTX", 23.64, 130, TURING, 72), Gpu("RTX 3060", 11.75, 26, AMPERE, 28),
-    Gpu("RTX 3060 Ti", 7.78, 32, AMPERE, 38), Gpu("RTX 3070", 7.78, 41, AMPERE, 46),
-    Gpu("RTX 3070 Ti", 7.78, 43, AMPERE, 48), Gpu("RTX 3080-10GB", 9.64, 60, AMPERE, 68),
-    Gpu("RTX 3080-12GB", 11.75, 61, AMPERE, 70), Gpu("RTX 3080 Ti", 11.75, 68, AMPERE, 80),
-    Gpu("RTX 3090 Ti", 23.68, 80, AMPERE, 84), Gpu("RTX 4060", 7.63, 30, ADA, 24),
+    Gpu("RTX 2060", 5.61, 26, TURING, 30), Gpu("RTX 2070", 7.6, 30, TURING, 36),
+    Gpu("RTX 2070 Super", 7.6, 36, TURING, 40), Gpu("RTX 2080", 7.6, 40, TURING, 46),
+    Gpu("RTX 2080 Super", 7.6, 45, TURING, 48), Gpu("RTX 2080 Ti", 10.57, 54, TURING, 68),
+    Gpu("Titan RTX", 23.64, 130, TURING, 72), Gpu("RTX 3060", 11.63, 26, AMPERE, 28),
+    Gpu("RTX 3060 Ti", 7.66, 32, AMPERE, 38), Gpu("RTX 3070", 7.66, 41, AMPERE, 46),
+    Gpu("RTX 3070 Ti", 7.66, 43, AMPERE, 48), Gpu("RTX 3080-10GB", 9.64, 60, AMPERE, 68),
+    Gpu("RTX 3080-12GB", 11.63, 61, AMPERE, 70), Gpu("RTX 3080 Ti", 11.63, 68, AMPERE, 80),
+    Gpu("RTX 3090 Ti", 23.57, 80, AMPERE, 84), Gpu("RTX 4060", 7.63, 30, ADA, 24),
     Gpu("RTX 4060 Ti-8GB", 7.63, 44, ADA, 34), Gpu("RTX 4060 Ti-16GB", 15.57, 44, ADA, 34),
     Gpu("RTX 4070", 11.59, 58, ADA, 46), Gpu("RTX 4070 Super", 11.59, 71, ADA, 56),
     Gpu("RTX 4070 Ti", 11.59, 80, ADA, 60), Gpu("RTX 4070 Ti Super", 15.57, 88, ADA, 66),
     Gpu("RTX 4080", 15.57, 97, ADA, 76), Gpu("RTX 4080 Super", 15.57, 104, ADA, 80),
     Gpu("RTX 5060", 7.5, 38, BLACKWELL, 30), Gpu("RTX 5060 Ti-8GB", 7.5, 47, BLACKWELL, 36),
-    Gpu("RTX 5060 Ti-16GB", 15.46, 47, BLACKWELL, 36), Gpu("RTX 5070", 11.5, 62, BLACKWELL, 48),
+    Gpu("RTX 5060 Ti-16GB", 15.44, 47, BLACKWELL, 36), Gpu("RTX 5070", 11.5, 62, BLACKWELL, 48),
     Gpu("RTX 5070 Ti", 15.46, 88, BLACKWELL, 70), Gpu("RTX 5080", 15.46, 113, BLACKWELL, 84),
     # Workstations and servers
     Gpu("Quadro RTX 6000", 23.64, 130, TURING, 72), Gpu("Quadro RTX 8000", 47.4, 130, TURING, 72),
@@ -67,6 +75,16 @@ GPUS = [
     Gpu("GH200", 94.5, 989, HOPPER, 132),
 ]  # fmt: skip
 
+# What the driver calls them, where that is not NVIDIA and the name here
+_DEVICE_NAMES = {
+    "T4": "Tesla T4", "V100-16GB": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB",
+    "A100-40GB": "NVIDIA A100-SXM4-40GB", "A100-80GB": "NVIDIA A100-SXM4-80GB", "A800": "NVIDIA A800-SXM4-80GB",
+    "H100": "NVIDIA H100 80GB HBM3", "GH200": "NVIDIA GH200 480GB", "Titan RTX": "NVIDIA TITAN RTX",
+    "Quadro RTX 6000": "Quadro RTX 6000", "Quadro RTX 8000": "Quadro RTX 8000",
+    **{name: f"NVIDIA RTX {name}" for name in ("A4000", "A4500", "A5000", "A5500", "A6000")},
+    **{f"RTX {n} Ada": f"NVIDIA RTX {n} Ada Generation" for n in (4000, 4500, 5000, 6000)},
+    "RTX PRO 6000": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+}  # fmt: skip
 _SIZE = re.compile(r"\b(\d+)\s*gi?b?\b")
 _BARE_SIZE = re.compile(r"(.*[\s_-])(\d{1,3})")  # as in A100-40
 _OF_OTHERS = {
@@ -84,6 +102,8 @@ def find_gpus(name: str) -> list[Gpu]:
         ConfigError: If there is none. The message names the closest, or whose card it is if it is not NVIDIA's.
     """
     typed = name.lower().strip()
+    if named := [gpu for gpu in GPUS if gpu.device_name.lower() == typed]:  # as nvidia-smi prints it
+        return named
     sold_as = _SIZE.search(typed)  # GB, of which CUDA reports up to a tenth less
     size = float(sold_as[1]) if sold_as else None
     model = _model_of(typed)
@@ -103,7 +123,7 @@ def find_gpus(name: str) -> list[Gpu]:
 
 
 def _model_of(text: str) -> str:
-    vendor = "nvidia|geforce|tesla|quadro|rtx|pcie|sxm\\d?|hbm\\d?e?|generation|blackwell|workstation|edition"
+    vendor = "nvidia|geforce|tesla|quadro|rtx|pcie|sxm\\d?|hbm\\d?e?|generation|blackwell|workstation|server|edition"
     rest = re.sub(f"{_SIZE.pattern}|{vendor}", "", text.lower())
     return re.sub("[^a-z0-9]", "", rest)
 

@@ -82,8 +82,16 @@ def test_gpus_are_found_however_they_are_spelled(name: str, found: list[str]) ->
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_each_gpu_is_found_by_its_own_name(gpu: Gpu) -> None:
-    assert find_gpus(gpu.name) == [gpu]
+def test_each_gpu_is_found_by_its_own_name_and_by_the_one_that_its_driver_gives(gpu: Gpu) -> None:
+    assert find_gpus(gpu.name) == [gpu] and gpu in find_gpus(gpu.device_name)
+
+
+def test_drivers_name_geforce_and_workstation_cards_apart() -> None:
+    names = {gpu.name: gpu.device_name for gpu in GPUS}
+    assert names["RTX 4070 Ti Super"] == "NVIDIA GeForce RTX 4070 Ti SUPER"
+    assert names["RTX 3080-12GB"] == names["RTX 3080-10GB"] == "NVIDIA GeForce RTX 3080"
+    assert names["RTX 4000 Ada"] == "NVIDIA RTX 4000 Ada Generation" and names["A5000"] == "NVIDIA RTX A5000"
+    assert (names["T4"], names["L40S"], names["H100"]) == ("Tesla T4", "NVIDIA L40S", "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(

@@ -123,20 +123,18 @@ def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folde
 def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
     """Return the device that the command line asks for: of a name that is several cards, the smallest."""
     capability, processors = (8, 0), 108
+    device_name = "emulated device"
     if args.gpu is not None:
         gpu = min(find_gpus(args.gpu), key=lambda each: each.memory_bytes)
         name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
+        device_name = gpu.device_name
     else:
         name, memory = "card", gpu_memory(args.memory)
     if args.capability is not None:
         capability = parse_capability(args.capability)
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
-    vendor = "NVIDIA GeForce" if re.match(r"RTX [2-5]0\d0\b", name) else "NVIDIA"
-    device = EmulatedDevice(
-        memory, count=args.devices, capability=capability, processors=processors,
-        name="emulated device" if args.gpu is None else f"{vendor} {name}",
-    )  # fmt: skip
+    device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors, name=device_name)
     return device, Card(name, memory, device.context_bytes)
 
 
@@ -144,7 +142,7 @@ def _devices(args: argparse.Namespace) -> int:
     """Return the cards asked for, or else one for each process that a launcher starts."""
     if args.devices is not None:
         return int(args.devices)
-    started = re.search(r" --(?:nproc[_-]per[_-]node|num_processes)[= ](\d+)\b", " ".join(args.command))
+    started = re.search(r" --(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus)[= ](\d+)\b", " ".join(args.command))
     return int(started[1]) if started else 1
 
 
@@ -152,7 +150,8 @@ def _environment(on_device: Mapping[str, str], found: Path, steps: int, programs
     """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
     hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
     own = {
-        "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch", FOLDER: str(found), STEPS: str(steps),
+        "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch",
+        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors", FOLDER: str(found), STEPS: str(steps),
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
     }  # fmt: skip
     return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}

@@ -1,7 +1,7 @@
 """Watch a process of a script on the emulated device: its steps, its peaks, and what held the memory.
 
-`start` is called when the process has imported torch; what is found goes to a file of the process, which `answer`
-reads. A process that never asks for a device writes nothing but the error that ends it.
+`start` is called when the process has imported torch (until then, `errors` watches); what is found goes to a file of
+the process, which `answer` reads. A process that never asks for a device writes nothing but the error that ends it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import json
 import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from bisect import bisect
 from collections.abc import Callable
@@ -36,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from adaptive_batching._dry_run import FOLDER, STEPS
+from adaptive_batching._dry_run.errors import describe_error, write_process
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
@@ -44,7 +43,6 @@ from adaptive_batching._dry_run.history import (
     WORKSPACE_OF_HOPPER,
     Labels,
     Moments,
-    is_of_script,
     line_of,
     line_of_script,
     place,
@@ -58,7 +56,6 @@ from adaptive_batching._memory import allocator_advice
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
-MOST_TEXT = 300  # of an error
 MOST_FRAMES = 40  # of a stack that are told
 EVERY = 1.0  # seconds after which peaks are written down, in case the process is killed
 
@@ -254,19 +251,7 @@ class Watch:
     @_harmless
     def _note_error(self, error: BaseException) -> None:
         """Keep the error that ends the script, also of one that has not come to use the device."""
-        on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
-        lines = str(error).strip().splitlines()
-        text = ": ".join([type(error).__name__, *lines[:1]])
-        frames: list[dict[str, Any]] = [
-            {"filename": f.filename, "line": f.lineno, "name": f.name}
-            for f in reversed(traceback.extract_tb(error.__traceback__))
-        ]
-        if type(error).__name__ == "ProcessRaisedException":  # of spawn, which ends with the traceback of the script
-            text, frames = lines[-1], []
-        self._error = {
-            "text": text[:MOST_TEXT], "is_of_host_memory": on_host, "line": line_of_script(frames),
-            "is_of_script": bool(frames) and is_of_script(frames[0]),
-        }  # fmt: skip
+        self._error = describe_error(error)
         if os.getpid() == self._process and not _uses_device():
             self._write(ended=False)
 
@@ -348,9 +333,7 @@ class Watch:
         if ended:
             found["course"]["trains"] = self._trains()
             found["history"] = self._read_history(device)
-        partial = self._folder / f".{self._process}"
-        partial.write_text(json.dumps(found))
-        partial.replace(self._folder / f"{self._process}.json")
+        write_process(self._folder, found)
 
     def _trains(self) -> bool:
         """True if a model that can be trained is there, and is not in evaluation."""

@@ -79,7 +79,7 @@ class EmulatedDevice:
     processors: int = 108
     """Multiprocessors, which some kernels take workspaces for."""
     name: str = "emulated device"
-    """As `nvidia-smi` tells it."""
+    """As `nvidia-smi` and `torch.cuda.get_device_name` tell it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_DEVICES:

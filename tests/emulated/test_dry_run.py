@@ -101,6 +101,17 @@ def test_an_allocation_that_fails_in_the_backward_pass_is_named_with_the_line_th
     assert found["fits"] is False and failed["in_backward"] and failed["line"] == "train.py:14 main"
 
 
+def test_torch_and_nvidia_smi_tell_a_card_by_the_name_that_its_driver_gives(tmp_path: Path) -> None:
+    code = """
+import subprocess, torch
+print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).name, sep="|")
+print(subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True))
+"""
+    _, said = dry_run(tmp_path, "--gpu", "H100 80GB", code=code)
+    name = "NVIDIA H100 80GB HBM3"
+    assert f"{name}|{name}\n{name}\n" in said
+
+
 def test_what_a_script_survives_is_no_failure(tmp_path: Path) -> None:
     code = (
         TRAIN
@@ -172,7 +183,8 @@ for step in range(9):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("1 / 0", "exit code 1, but not for want of the card's memory"),
+        ("1 / 0", "the card's memory: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "exit code 3, but not for want of the card's memory"),
         ("import torch; torch.zeros(1).cuda(); 1 / 0", "the card's memory: ZeroDivisionError: division by zero"),
         ("import torch; torch.empty(2**55)", "because the host ran out of memory"),
         ("pass", "no process of the command used a CUDA device"),
@@ -187,6 +199,13 @@ def test_a_script_that_ends_for_reasons_of_its_own_is_told_from_one_that_does_no
     printed, said = process.communicate(timeout=120)
     assert process.returncode == 4 and words in printed, printed
     assert ("ZeroDivisionError" in said) == ("1 / 0" in code)
+
+
+def test_of_a_launcher_s_script_that_never_imports_torch_the_error_is_the_script_s(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import no_such_module")
+    found, said = dry_run(tmp_path, "--memory", "24", "--", "torchrun", "--standalone", "train.py")
+    assert "ModuleNotFoundError: No module named 'no_such_module' (train.py:1 <module>)" in found["why"]
+    assert "ChildFailedError" in said
 
 
 def ends(*lines: str, optimizer: str = "AdamW") -> str:
@@ -391,6 +410,7 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(
     ("arguments", "words"),
     [
         ("--memory 24 -- nosuchprogram", "nosuchprogram cannot be run"),
+        ("--memory 24 -- deepspeed --num_gpus 40 x", "--devices 40 must be 1 to 16"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "give --sequence-length"),
         ("--memory 24 eleuther_eval --config eleuther_evaluation", "a dry run knows"),
     ],

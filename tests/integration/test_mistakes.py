@@ -179,7 +179,7 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("adaptive_batchin.search=predict", ["adaptive_batchin", "did you mean 'adaptive_batching'"]),
     (f"micro_batch_size=3 batch_size=8 use_maximum_batch_size=False {FUNCTION}=null",
      ["micro_batch_size=3", "batch_size=8", "[1, 2, 4, 8]"]),
-    ("enable_async_checkpointing=True micro_batch_size=2", ["enable_async_checkpointing=True: asynchronous checkpoints"]),
+    ("enable_async_checkpointing=True micro_batch_size=2", ["enable_async_checkpointing=True: asynch"]),
     ("batch_size=auto", ["batch_size='auto'", "whole number"]),
     (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
     (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
@@ -450,3 +450,13 @@ def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, mo
     told = str(end.value)
     assert told.startswith("error: out of memory before training, where the model and its data are set up (CUDA out of")
     assert "LoRA" in told and "checkpoints" not in told and "forward" not in told and "\n" not in told
+
+
+def test_the_summary_that_torchrun_prints_ends_in_the_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit), mistakes_in_one_line("anywhere"):
+        raise ConfigError("search='fastest' is unknown")
+    failure = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(file))
+    shown = str(ChildFailedError("recipe.py", {0: failure}))
+    assert shown.splitlines()[-2].endswith(": error: search='fastest' is unknown") and "To enable" not in shown

@@ -28,14 +28,18 @@ class _AfterTorch(MetaPathFinder):
                 from adaptive_batching._emulated_device.values import prepare
 
                 prepare()
-                if watch := os.environ.get("EMULATED_DEVICE_WATCH"):
-                    try:
-                        importlib.import_module(watch).start()
-                    except Exception as error:  # a name that this torch has not
-                        print(f"emulated device: {watch} cannot watch this torch ({error})", file=sys.stderr)
+                _start(os.environ.get("EMULATED_DEVICE_WATCH"))
 
             spec.loader.exec_module = load_and_prepare  # type: ignore[method-assign]
         return spec
+
+
+def _start(watch: str | None) -> None:
+    if watch is not None:
+        try:
+            importlib.import_module(watch).start()
+        except Exception as error:  # a name that this torch has not
+            print(f"emulated device: {watch} cannot watch this process ({error})", file=sys.stderr)
 
 
 def _run_the_next() -> None:
@@ -48,4 +52,5 @@ def _run_the_next() -> None:
 
 
 sys.meta_path.insert(0, _AfterTorch())
+_start(os.environ.get("EMULATED_DEVICE_WATCH_ERRORS"))  # of a process that never imports torch
 _run_the_next()

@@ -22,6 +22,7 @@ struct Settings {
   size_t memory, context, largest_copy;
   long lag;  // launches; 0: all that is asked for has happened at once; negative: only when the host waits for it
   int count, capability, processors;
+  const char* name;
 };
 Settings& settings();
 

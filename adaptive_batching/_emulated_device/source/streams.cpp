@@ -25,11 +25,12 @@ static long setting(const char* name, long otherwise) {
 }
 
 Settings& settings() {
+  static const char* name = getenv("EMULATED_DEVICE_NAME");
   static Settings read = {
       size_t(setting("EMULATED_DEVICE_MEMORY", 80L << 30)), size_t(setting("EMULATED_DEVICE_CONTEXT", 500L << 20)),
       size_t(setting("EMULATED_DEVICE_LARGEST_COPY", 1L << 20)), setting("EMULATED_DEVICE_LAG", 0),
       int(setting("EMULATED_DEVICE_COUNT", 1)), int(setting("EMULATED_DEVICE_CAPABILITY", 80)),
-      int(setting("EMULATED_DEVICE_PROCESSORS", 108))};
+      int(setting("EMULATED_DEVICE_PROCESSORS", 108)), name && *name ? name : "emulated device"};
   return read;
 }
 
@@ -184,7 +185,7 @@ API int cudaDeviceGetAttribute(int* value, int which, int d) {
 #endif
 API int cudaGetDeviceProperties(void* to, int d) {
   abi::DeviceProperties p = {};
-  snprintf(p.name, sizeof p.name, "emulated device %d", d);
+  snprintf(p.name, sizeof p.name, "%s", settings().name);
   p.uuid[0] = char(d + 1);
   p.total_global_mem = settings().memory;
   p.total_const_mem = 65536;
@@ -340,7 +341,7 @@ API int cuInit(unsigned) { return abi::SUCCESS; }
 API int cuDriverGetVersion(int* v) { return cudaDriverGetVersion(v); }
 API int cuDeviceGetCount(int* n) { return cudaGetDeviceCount(n); }
 API int cuDeviceGet(int* d, int n) { *d = n; return abi::SUCCESS; }
-API int cuDeviceGetName(char* s, int n, int d) { snprintf(s, n, "emulated device %d", d); return abi::SUCCESS; }
+API int cuDeviceGetName(char* s, int n, int) { snprintf(s, n, "%s", settings().name); return abi::SUCCESS; }
 API int cuDeviceGetAttribute(int* v, int which, int) { *v = attribute(which); return abi::SUCCESS; }
 API int cuDeviceTotalMem_v2(size_t* n, int) { *n = settings().memory; return abi::SUCCESS; }
 API int cuCtxGetCurrent(void** c) { *c = reinterpret_cast<void*>(size_t(current) + 1); return abi::SUCCESS; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -91,6 +92,7 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
                 raise
             line = _mistake(error)
             _wait_for_the_rank_that_tells(error)
+            _tell_torchrun(f"error: {line}")
             raise SystemExit(f"error: {line}") from None
 
     return main
@@ -252,7 +254,19 @@ def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
             sys.stderr.write(_frames_of_the_user(error))
         else:
             log.debug("in full:", exc_info=error)
+        _tell_torchrun(f"error: {line}")
         raise SystemExit(f"error: {line}") from None
+
+
+def _tell_torchrun(line: str) -> None:
+    """Leave an error for the summary of processes that failed, with which torchrun, and `tune run`, end in a traceback.
+
+    Nothing that a process does keeps its launcher from printing that, but without this it would not have our line.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": error}))
 
 
 def _wait_for_the_rank_that_tells(error: Exception) -> None:
