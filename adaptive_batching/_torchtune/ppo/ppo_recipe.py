@@ -87,29 +87,27 @@ class AdaptivePPO(AdaptiveBatching):
 
     def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoints that end ``epoch``, as stock does."""
-        of_policy = checkpoints.kept_if_disk_is_full(self._checkpoints, epoch)
-        with of_policy, checkpoints.kept_if_disk_is_full(self._value_checkpoints, epoch):
-            self._save_both(epoch, is_last=is_last)
+        self._save_both(epoch, f"epoch_{epoch}", is_last=is_last)
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoints after the ``step``-th rollout, both of them or neither; the last have no state."""
-        policy = self._policy_checkpointer, self._checkpoints
-        with checkpoints.saved_as_step(step, policy, (self._value_checkpointer, self._value_checkpoints)):
-            self._save_both(checkpoints.WITHIN_TRAINING, is_last=is_last)
+        self._save_both(checkpoints.WITHIN_TRAINING, f"step_{step}", is_last=is_last)
 
-    def _save_both(self, epoch: int, *, is_last: bool) -> None:
+    def _save_both(self, epoch: int, name: str, *, is_last: bool) -> None:
         assert self._session is not None, "set up first"
         self._session.note_random_state()
         policy, waiting = self._policy_checkpointer, list[Any]()
         save = policy.save_checkpoint
         # That of the policy has the state, which makes a checkpoint complete, and so is saved after the value model's.
-        with (
-            replaced_in(policy, save_checkpoint=lambda *args, **kwargs: waiting.append((args, kwargs))),
-            checkpoints.with_batch_state(policy, self._state_to_store()),
-        ):
-            self.save_checkpoint(epoch, is_intermediate_checkpoint=not is_last)  # type: ignore[attr-defined]
-        [(args, kwargs)] = waiting
-        save(*args, **kwargs)
+        both = (policy, self._checkpoints), (self._value_checkpointer, self._value_checkpoints)
+        with checkpoints.saved_as(name, *both):
+            with (
+                replaced_in(policy, save_checkpoint=lambda *args, **kwargs: waiting.append((args, kwargs))),
+                checkpoints.with_batch_state(policy, self._state_to_store()),
+            ):
+                self.save_checkpoint(epoch, is_intermediate_checkpoint=not is_last)  # type: ignore[attr-defined]
+            [(args, kwargs)] = waiting
+            save(*args, **kwargs)
 
     def _setup_checkpointers(
         self, policy: DictConfig, ref_policy: DictConfig, value: DictConfig, reward: DictConfig

@@ -1,8 +1,7 @@
 """Complete stock's checkpoints, and find the one to go on from.
 
-Whatever ends a run, the last checkpoint stands. At the end of an epoch stock writes its weights into a folder of their
-own, and the state of the optimizer over the last one. What its checkpointers write at an optimizer step goes into
-another folder, renamed when complete.
+Whatever ends a run, the last checkpoint stands: what stock's checkpointers write goes into another folder, and is moved
+to its place when complete.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import errno
 import os
 import re
 import shutil
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +37,6 @@ _FULL_MESSAGES = (
     "unexpected pos",  # torch.save, which finds less in the file than it has written
 )
 STATE_NAME = "recipe_state.pt"
-_ASIDE = ".before"
 _UNFINISHED = "unfinished_checkpoint"  # what a killed run leaves there is never read
 WITHIN_TRAINING = -1
 """Epoch that makes stock's recipes save the state of the optimizer, whichever epoch it is: no run ends with it."""
@@ -47,24 +44,6 @@ WITHIN_TRAINING = -1
 
 class CheckpointError(AdaptiveBatchingError, RuntimeError):
     """A checkpoint could not be written. The message says which one stands."""
-
-
-@contextlib.contextmanager
-def _undone_if_disk_is_full(
-    name: str, output_dirs: Sequence[Path], undo: Callable[[], None], what_stands: Callable[[Path], str]
-) -> Iterator[None]:
-    """Have a full disk end the saving of a checkpoint with a CheckpointError, after ``undo``."""
-    try:
-        yield
-    except Exception as error:
-        if not _says_that_disk_is_full(error):
-            raise
-        undo()
-        free, full = min((shutil.disk_usage(output_dir).free, output_dir) for output_dir in output_dirs)
-        raise CheckpointError(
-            f"the checkpoint of {name} cannot be written: the disk of output_dir={str(full)!r} is full, with "
-            f"{free / 2**20:,.0f} MiB free after removing the incomplete checkpoint. {what_stands(output_dirs[0])}"
-        ) from None
 
 
 def _says_that_disk_is_full(error: BaseException | None) -> bool:
@@ -75,42 +54,6 @@ def _says_that_disk_is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-@contextlib.contextmanager
-def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
-    """Keep the last checkpoint usable while stock saves that of ``epoch``: weights first, then state over the old one.
-
-    The old state is put aside meanwhile, if there is room for both, so that weights and state of the last checkpoint
-    belong together whatever happens; after a kill :func:`restore_state` puts it back. If the disk is full, what was
-    written of this checkpoint is gone.
-    """
-    folder, state = output_dir / f"epoch_{epoch}", _state_of_epoch(output_dir)
-    is_new = not folder.exists()
-    if state.is_file():
-        last = (path.stat().st_size for path in output_dir.glob(f"epoch_{epoch - 1}/**/*") if path.is_file())
-        if shutil.disk_usage(output_dir).free > 2 * state.stat().st_size + sum(last):
-            state.replace(state.with_suffix(_ASIDE))
-
-    def undo() -> None:
-        if is_new:  # half a checkpoint would be taken for the last one on resume
-            shutil.rmtree(folder, ignore_errors=True)
-        restore_state(output_dir)
-
-    try:
-        with _undone_if_disk_is_full(f"epoch {epoch}", [output_dir], undo, _what_stands_of_epochs):
-            yield
-    finally:
-        restore_state(output_dir)
-
-
-def restore_state(output_dir: Path) -> None:
-    """Put back the state that was put aside, unless a new one is complete; the last epoch writes none."""
-    state = _state_of_epoch(output_dir)
-    aside = state.with_suffix(_ASIDE)
-    if aside.exists() and not (state.is_file() and zipfile.is_zipfile(state)):
-        aside.replace(state)
-    aside.unlink(missing_ok=True)
 
 
 def _state_of_epoch(output_dir: Path) -> Path:
@@ -127,8 +70,6 @@ def _epoch_of(state: Path) -> int | None:
 
 
 def _what_stands_of_epochs(output_dir: Path) -> str:
-    if any(output_dir.glob("dist_epoch_*")):
-        return "The asynchronous checkpoints in it are intact"
     epoch = _epoch_of(_state_of_epoch(output_dir))
     if epoch is None:
         return "There is no checkpoint to resume from"
@@ -149,11 +90,12 @@ def _weights_in(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def saved_as_step(step: int, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
-    """Have what checkpointers of stock save inside become folders ``step_<step>``, all of them or none.
+def saved_as(name: str, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
+    """Have what checkpointers of stock save inside become folders ``name``, ``epoch_N`` or ``step_N``, all or none.
 
-    With each comes its folder. The optimizer's state is moved into the first one's, which is completed last, as that
-    state makes a checkpoint; the one before is deleted, as stock keeps only one. If the disk is full, it stands.
+    With each comes its folder. Of an epoch the optimizer's state goes where stock has it. Of a step it goes into the
+    first folder, and the one before is deleted, as stock keeps only one. That folder is completed last: a checkpoint is
+    one that has its state. If the disk is full, the checkpoint before stands.
     """
     output_dirs = [output_dir for _, output_dir in checkpointers]
 
@@ -162,22 +104,39 @@ def saved_as_step(step: int, *checkpointers: tuple[Any, Path]) -> Iterator[None]
             shutil.rmtree(output_dir / _UNFINISHED, ignore_errors=True)
 
     clear()
-    with contextlib.ExitStack() as stack:
-        for checkpointer, output_dir in checkpointers:
-            stack.enter_context(mock.patch.object(checkpointer, "_output_dir", output_dir / _UNFINISHED))
-        stack.enter_context(_undone_if_disk_is_full(f"step {step}", output_dirs, clear, _what_stands_of_steps))
-        yield
-        _complete(output_dirs, f"step_{step}")
+    try:
+        with contextlib.ExitStack() as stack:
+            for checkpointer, output_dir in checkpointers:
+                stack.enter_context(mock.patch.object(checkpointer, "_output_dir", output_dir / _UNFINISHED))
+            yield
+        _complete(output_dirs, name)
+    except Exception as error:
+        if not _says_that_disk_is_full(error):
+            raise
+        clear()
+        free, full = min((shutil.disk_usage(output_dir).free, output_dir) for output_dir in output_dirs)
+        what_stands = _what_stands_of_steps if name.startswith("step_") else _what_stands_of_epochs
+        raise CheckpointError(
+            f"the checkpoint of {name.replace('_', ' ')} cannot be written: the disk of output_dir={str(full)!r} is "
+            f"full, with {free / 2**20:,.0f} MiB free after removing the incomplete checkpoint. "
+            f"{what_stands(output_dirs[0])}"
+        ) from None
 
 
 def _complete(output_dirs: Sequence[Path], name: str) -> None:
-    written = [_prepared(output_dir / _UNFINISHED) for output_dir in output_dirs]
+    of_step = name.startswith("step_")
+    written = [_prepared(output_dir / _UNFINISHED, moves_state=of_step) for output_dir in output_dirs]
     has_state = (written[0] / STATE_NAME).exists()
     for output_dir in output_dirs:  # first the state, which must not be found with files that are not its own
         if (output_dir / name).exists():  # of an earlier run, or of this one before it was resumed
             (output_dir / name).rename(output_dir / _UNFINISHED / "replaced")
     for folder, output_dir in reversed(list(zip(written, output_dirs, strict=True))):
         folder.rename(output_dir / name)
+        state, of_epoch = _state_of_epoch(output_dir / _UNFINISHED), _state_of_epoch(output_dir)
+        if state.exists():
+            of_epoch.parent.mkdir(exist_ok=True)
+            state.rename(of_epoch)
+            flush(of_epoch.parent)
         flush(output_dir)
     for output_dir in output_dirs:
         shutil.rmtree(output_dir / _UNFINISHED)
@@ -186,13 +145,13 @@ def _complete(output_dirs: Sequence[Path], name: str) -> None:
             earlier.unlink()
 
 
-def _prepared(unfinished: Path) -> Path:
-    """Return the folder of the weights that have been written, with the state, if there is one, and on the disk."""
+def _prepared(unfinished: Path, *, moves_state: bool) -> Path:
+    """Return the folder of weights that have been written to the disk, with the state if that moves there."""
     [written] = unfinished.glob("epoch_*")
     state = _state_of_epoch(unfinished)
-    if state.exists():
+    if moves_state and state.exists():
         state.rename(written / STATE_NAME)
-    for path in (*written.rglob("*"), written):
+    for path in (*unfinished.rglob("*"), written):
         flush(path)  # else a power cut could leave files that are named and empty
     return written
 

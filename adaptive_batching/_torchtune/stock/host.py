@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.optim import Optimizer
+from torchtune.training.checkpointing import DistributedCheckpointer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
@@ -252,6 +253,12 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
 def checkpointer_of(recipe: Any) -> Any:
     client = getattr(recipe, "_checkpoint_client", None)
     return recipe._checkpointer if client is None else client._get_checkpointer()
+
+
+def saves_on_every_rank(recipe: Any) -> bool:
+    """True for distributed checkpoints, asynchronous ones among them, whose folders all ranks write to."""
+    is_distributed = isinstance(checkpointer_of(recipe), DistributedCheckpointer)
+    return is_distributed or bool(getattr(recipe, "_enable_async_checkpointing", False))
 
 
 def initial_learning_rate(recipe: Any) -> float:

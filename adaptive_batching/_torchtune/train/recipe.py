@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 from torchtune import training
@@ -119,10 +118,6 @@ class AdaptiveBatching:
             self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
         found: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if cfg.resume_from_checkpoint:
-            if self.ranks.is_first:
-                checkpoints.restore_state(self._checkpoints)
-            if self.ranks.size > 1:
-                dist.barrier()
             if settings.enabled:
                 found = checkpoints.from_last_checkpoint(cfg)
             elif not cfg.get("enable_async_checkpointing", False):  # these have folders of their own
@@ -188,17 +183,17 @@ class AdaptiveBatching:
 
     def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoint that ends ``epoch``, as stock does."""
-        keep = checkpoints.kept_if_disk_is_full
-        self._save(epoch, keep(self._checkpoints, epoch) if self.ranks.is_first else contextlib.nullcontext())
+        self._save(epoch, f"epoch_{epoch}")
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
-        to = hosts.checkpointer_of(self), self._checkpoints
-        around = checkpoints.saved_as_step(step, to) if self.ranks.is_first else contextlib.nullcontext()
-        self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, around)
+        self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, f"step_{step}")
 
-    def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:
+    def _save(self, epoch: int, name: str) -> None:
         assert self._session is not None, "set up first"
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.ranks.is_first and not hosts.saves_on_every_rank(self):
+            around = checkpoints.saved_as(name, (hosts.checkpointer_of(self), self._checkpoints))
         self._session.note_random_state()
         merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
         with checkpoints.unchanged_weights(merged_into), around:
