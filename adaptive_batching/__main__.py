@@ -21,7 +21,7 @@ from adaptive_batching._dry_run.command import add_dry_run
 from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
-from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, add_ls, command_of_recipe, register
+from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cp, add_ls, command_of_recipe, register
 
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
@@ -31,7 +31,6 @@ OF_TORCHTUNE = {
     "probe": ("cli.commands", "Find the largest batch of a config on this machine, and stop before training."),
     "run": ("cli.commands", "Run a recipe; accepts everything that 'tune run' does, including torchrun's options."),
     "validate": ("cli.commands", "Check a config and its overrides, without loading a model."),
-    "download": ("cli.commands", "Download a model, as 'tune download' does."),
 }
 """Command -> the module of ``_torchtune`` whose ``add_<command>`` adds it, and what the list of commands says."""
 
@@ -84,7 +83,7 @@ def add_report(subparsers: Any, prog: str) -> None:
 
 COMMANDS: dict[str, Callable[[Any, str], None]] = {
     **{name: _of_torchtune(name) for name in OF_TORCHTUNE},
-    "ls": add_ls, "cat": add_cat, "cp": add_cp, "report": add_report, "env": add_env,
+    "ls": add_ls, "cp": add_cp, "report": add_report, "env": add_env,
     "dry-run": partial(add_dry_run, command_of_recipe=command_of_recipe),
 }  # fmt: skip
 """Name -> function of (subparsers, program name) that adds the command, with its ``func``."""

@@ -205,28 +205,6 @@ def add_ls(subparsers: Any, prog: str) -> None:
     parser.set_defaults(func=ls)
 
 
-def add_cat(subparsers: Any, prog: str) -> None:
-    """Add ``cat``, which prints a config as it is written."""
-    text = "Print a config with its comments, to see what you can override."
-    parser = subparsers.add_parser("cat", prog=f"{prog} cat", help=text, description=text)
-    parser.add_argument("config", help="name, as 'ls' shows it, or path")
-    parser.add_argument("--sort", action="store_true", help="sort the keys, which leaves out the comments")
-
-    def cat(args: argparse.Namespace) -> None:
-        path = find_config(args.config, parser)
-        try:
-            written = path.read_text(encoding="utf-8")
-            if args.sort:
-                import yaml  # type: ignore[import-untyped]
-
-                written = yaml.dump(yaml.safe_load(written), default_flow_style=False, allow_unicode=True)
-        except Exception as error:  # whatever is wrong with it
-            parser.error(f"{path} cannot be read: {why_not_read(error)}")
-        print(written, end="")
-
-    parser.set_defaults(func=cat)
-
-
 def add_cp(subparsers: Any, prog: str) -> None:
     """Add ``cp``, which copies a recipe or a config."""
     text = "Copy a recipe or a config to a path of yours, to change it."

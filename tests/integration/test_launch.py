@@ -73,13 +73,9 @@ def test_the_command_line_lists_recipes_and_configs(
     assert json.loads(capsys.readouterr().out) == {"lora_dpo_distributed": []}
 
 
-def test_a_config_is_shown_as_it_is_written_and_copied_where_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_is_copied_as_it_is_written_where_it_is_told(tmp_path: Path) -> None:
     name = "quickstart/lora_single_device"
     written = (ROOT / f"recipes/configs/{name}.yaml").read_text()
-    assert in_this_process("cat", name) == 0
-    assert capsys.readouterr().out == written
     for to, made in (("mine", "mine.yaml"), (".", "lora_single_device.yaml"), ("mine.yaml", "mine.yaml")):
         assert in_this_process("cp", name, str(tmp_path / to)) == 0
         assert (tmp_path / made).read_text() == written
@@ -88,7 +84,7 @@ def test_a_config_is_shown_as_it_is_written_and_copied_where_it_is_told(
     assert (tmp_path / "mine.yaml").read_text() == ""
 
 
-@pytest.mark.parametrize("command", ["run", "probe", "validate", "download", "quickstart", "ls", "cat", "cp"])
+@pytest.mark.parametrize("command", ["run", "probe", "validate", "quickstart", "ls", "cp"])
 def test_help_names_this_program_and_configs_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert in_this_process(command, "--help") == 0
     text = capsys.readouterr().out
@@ -108,8 +104,8 @@ def test_the_next_command_of_the_quickstart_fits_the_machine(
     is_there: bool, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "_WEIGHTS", tmp_path if is_there else tmp_path / "no")
-    shown = commands.what_next("/a/bin/adaptive-batching", has_gpu=has_gpu)
-    assert ("/a/bin/adaptive-batching download meta-llama/" in shown) != is_there
+    shown = commands.what_next("/a/bin/adaptive-batching", "/a/bin/tune", has_gpu=has_gpu)
+    assert ("/a/bin/tune download meta-llama/" in shown) != is_there
     assert shown.endswith(" device=cpu dtype=fp32") != has_gpu
     assert commands.program_on_this_machine("no-such-program") == f"{sys.executable} -m adaptive_batching"
     config = OmegaConf.load(config_files()["llama3_2/1B_lora_single_device"])

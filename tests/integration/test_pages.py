@@ -72,7 +72,6 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
         "qwen2_5/3B_lora_single_device_adaptive"
     ),
     f"adaptive-batching probe {FULL}": ALIKE,
-    "adaptive-batching cat llama3_1/8B_lora_single_device_adaptive": Here("micro_batch_size: auto"),
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
     "python -m adaptive_batching": ALIKE,

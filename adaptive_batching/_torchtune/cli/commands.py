@@ -1,4 +1,4 @@
-"""The commands that stand on torchtune's: ``run``, ``probe``, ``validate`` and ``download``."""
+"""The commands that stand on torchtune's: ``run``, ``probe``, ``validate`` and ``quickstart``."""
 
 from __future__ import annotations
 
@@ -132,14 +132,6 @@ class _Probe(_Run):
     added = (ONLY_PROBES,)
 
 
-def add_download(subparsers: Any, prog: str) -> None:
-    """Add ``download``, which is torchtune's."""
-    from torchtune._cli.download import Download
-
-    texts = {"usage": f"{prog} download REPOSITORY [options]"}
-    _say(Download.create(_Subparsers(subparsers, prog, "download", **texts))._parser, prog)
-
-
 def add_validate(subparsers: Any, prog: str) -> None:
     """Add ``validate``."""
     text = "Check a config and its overrides as a run does before it loads a model."
@@ -230,27 +222,28 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
         except SystemExit as end:
             if end.code:
                 raise
-        print(f"\n{what_next(program, has_gpu=torch.cuda.is_available())}")
+        tune = program_on_this_machine("tune", "torchtune._cli.tune")
+        print(f"\n{what_next(program, tune, has_gpu=torch.cuda.is_available())}")
 
     parser.set_defaults(func=run)
 
 
-def program_on_this_machine(prog: str) -> str:
-    """Return what to type for this program on this machine: its name, its path, or the module."""
+def program_on_this_machine(prog: str, module: str = "adaptive_batching") -> str:
+    """Return what to type for a program on this machine: its name, its path, or the module."""
     if shutil.which(prog):
         return prog
     path = Path(sys.executable).with_name(prog)
     if os.access(path, os.X_OK):
         return shlex.quote(str(path))
-    return f"{shlex.quote(sys.executable)} -m adaptive_batching"
+    return f"{shlex.quote(sys.executable)} -m {module}"
 
 
-def what_next(program: str, *, has_gpu: bool) -> str:
+def what_next(program: str, tune: str, *, has_gpu: bool) -> str:
     """Return the next commands to type, with what they need that is not there."""
     lines = [f"Next, with a config of your own, or one of torchtune's ('{program} ls'):"]
     if not _WEIGHTS.is_dir():
         lines += [
-            f"  {program} download {_REPOSITORY} --output-dir {_WEIGHTS} \\",
+            f"  {tune} download {_REPOSITORY} --output-dir {_WEIGHTS} \\",
             "    --ignore-patterns 'original/consolidated.00.pth' --hf-token TOKEN",
             f"    (first, as the weights are not in {_WEIGHTS}; the model's page on huggingface.co grants access)",
         ]
