@@ -94,7 +94,7 @@ class Found:
         result = self.result
         if result.enough is not None or self.ends_at_bound or available <= _NOISE * result.budget_bytes:
             return None
-        rounds = self.conditions.settings["rounds"]
+        rounds = self.conditions.settings["round_to_power_of_two"]
         larger = 1 << self.samples.bit_length() if rounds else self.samples + max(self.samples // 8, 1)
         larger = min(larger, self.upper)
         sizes = [size for size, _ in result.predicted]
@@ -174,13 +174,12 @@ def taken_again(
 
 
 def settings_of_memory(settings: AdaptiveBatchingConfig, request: ProbeRequest) -> dict[str, Any]:
-    """Return how a probe has searched, within what memory and for what, other than its upper bound."""
+    """Return what an answer depends on in the settings and in what was asked of the probe."""
     return {
         "search": settings.search,
+        "round_to_power_of_two": request.rounds,
         "memory_limit": None if (limit := settings.memory_limit) is None else [limit.num_bytes, limit.fraction],
         "headroom": [settings.headroom.num_bytes, settings.headroom.fraction],
-        "include": request.include,
-        "rounds": request.rounds,
         "coarse": request.coarse,
         "in_parts": request.in_parts,
         "may_stop_early": request.may_stop_early,

@@ -1,4 +1,4 @@
-"""What the settings of a run ask of a probe, and what its answer means: decided here for all hosts. Pure.
+"""What the settings of a run ask of a probe, and what its answer means, for recipes, ``Trainer`` and ``plan``. Pure.
 
 A probe finds the largest forward of copies of the longest sample. Its answer can bound two things:
 
@@ -49,7 +49,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class HostRules:
-    """Where hosts differ."""
+    """Where the hosts of a run differ."""
 
     keeps_rest: bool = False
     """The last step of an epoch has the samples that are left, be they fewer than a batch."""
@@ -60,7 +60,7 @@ class HostRules:
     tries_configured: bool = False
     """A probe for the batch considers the configured size even if it does not grow from there."""
 
-    is_coarse_if_exact: bool = False
+    is_coarse_unrounded: bool = False
     """Without rounding to a power of two, the maximum is found up to an eighth."""
 
     starts_at_maximum: bool = False
@@ -72,7 +72,7 @@ class HostRules:
 
 RECIPES = HostRules()
 TRAINER = HostRules(
-    keeps_rest=True, plans_first=True, tries_configured=True, is_coarse_if_exact=True, starts_at_maximum=True,
+    keeps_rest=True, plans_first=True, tries_configured=True, is_coarse_unrounded=True, starts_at_maximum=True,
     keeps_batches=True,
 )  # fmt: skip
 
@@ -108,13 +108,13 @@ class Sizing:
     """What is asked of the probe, of one of the equal parts of a batch. Its upper bound holds without a probe, too."""
 
     bounds_batch: bool
-    """True if the answer is the bound of the batch: no more than that is ever trained on in one forward."""
+    """True if no batch may be larger than the answer."""
 
     bounds_forwards: bool
-    """True if the answer is what a forward may take, alongside the gradients of earlier ones."""
+    """True if no forward may be larger than the answer, which ran while the gradients of another were held."""
 
     splits: bool
-    """True if a batch runs in parts because the settings say so, be there memory or not."""
+    """True if the settings have a batch run in parts, however much memory there is."""
 
     settings: AdaptiveBatchingConfig
     batch_size: int  # as configured
@@ -215,7 +215,7 @@ def size_up(
     rounds = settings.round_to_power_of_two and not bounds_forwards  # what a forward may take is no size to round
     request = ProbeRequest(
         upper, reason, include, rounds,
-        coarse=bounds_forwards or (rules.is_coarse_if_exact and not rounds),
+        coarse=bounds_forwards or (rules.is_coarse_unrounded and not rounds),
         in_parts=splits or accumulation > 1 or holds_gradients,
         may_stop_early=isinstance(size, ByLength) and not settings.use_maximum_batch_size,
     )  # fmt: skip

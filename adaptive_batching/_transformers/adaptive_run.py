@@ -334,7 +334,7 @@ class AdaptiveRun:
         # To go on, all lengths are not read again: with other data, check_place refuses.
         of_checkpoint = known.found if known.goes_on else None
         tokens = of_checkpoint.tokens if of_checkpoint else data.extremes.tokens
-        facts = {"samples": data.num_samples, "longest": tokens}
+        facts = {"samples": data.num_samples, "longest": tokens, "include": request.include}
         now = conditions_of(trainer, settings, request, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))
         source = f"the probe of {known.checkpoint}" if of_checkpoint else "this trainer's probe"

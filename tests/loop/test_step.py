@@ -466,21 +466,21 @@ def test_other_errors_pass_through() -> None:
 # The probe
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize(("in_parts", "rounds", "size"), [(False, False, 100), (True, False, 100), (False, True, 64)])
 def test_the_probe_finds_what_the_data_allow_and_leaves_no_trace(
-    in_parts: bool, caplog: pytest.LogCaptureFixture
+    in_parts: bool, rounds: bool, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, step = make(dropout=0.5, clip_norm=1.0)
     before = copy.deepcopy((model.state_dict(), step._optimizer.state_dict()))
     random_state = torch.get_rng_state()
-    exact = AdaptiveBatchingConfig(round_to_power_of_two=False)
+    settings = AdaptiveBatchingConfig(round_to_power_of_two=rounds)
     with caplog.at_level(logging.WARNING):
-        found = step.find_maximum_batch_size(SAMPLES[2], upper=100, in_parts=in_parts, settings=exact)
-    assert (found.batch_size, found.reason) == (100, "upper bound")
+        found = step.find_maximum_batch_size(SAMPLES[2], upper=100, in_parts=in_parts, settings=settings)
+    assert (found.batch_size, found.reason) == (size, "upper bound")
     assert found.search == "predict", "the step was traced"
     assert not caplog.records
     assert step._optimizer.state_dict() == before[1]
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert model.forwards[-1] == (100, 30)
+    assert model.forwards[-1] == (size, 30)
     assert len(model.forwards) == found.num_steps * (2 if in_parts else 1)

@@ -18,13 +18,13 @@ from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_s
 from tests.support.examples import RESULT
 
 CONDITIONS = Conditions(
-    settings={"rounds": True, "memory_limit": None}, run={"optimizer": {"fused": True}, "dtype": "fp32"},
+    settings={"round_to_power_of_two": True, "memory_limit": None}, run={"optimizer": {"fused": True}, "dtype": "fp32"},
     model={"0": {"class": "Decoder", "parameters": 12}}, versions={"torch": "2.13.0"},
     devices={"name": "A", "ranks": 1},
 )  # fmt: skip
 FOUND = Found(RESULT, CONDITIONS, upper=64, tokens=128, forward_cost=7)
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"settings": {"rounds": False, "memory_limit": None}}, "settings.rounds: True -> False"),
+    ({"settings": {"round_to_power_of_two": False, "memory_limit": None}}, "settings.round_to_power_of_two: True -> F"),
     ({"run": {"optimizer": {"fused": False}, "dtype": "fp32"}}, "run.optimizer.fused: True -> False"),
     ({"run": {"dtype": "fp32"}}, "run.optimizer.fused: True -> None"),
     ({"model": {"0": {"class": "Decoder", "parameters": 13}}}, "model.0.parameters: 12 -> 13"),
@@ -86,7 +86,7 @@ def probed(peak: Any, upper: int, budget: int, *, rounds: bool, predicts: bool) 
     predicted = [(each, peak(each)) for each in range(1, 2 * size + 3)] if predicts else []
     measured = [Measurement(1, True, peak(1)), Measurement(size, True, peak(size))]
     result = ProbeResult(size, reason, budget, 10**6, "predict", 1.0, measured, predicted)
-    return Found(result, dataclasses.replace(CONDITIONS, settings={"rounds": rounds}), upper)
+    return Found(result, dataclasses.replace(CONDITIONS, settings={"round_to_power_of_two": rounds}), upper)
 
 
 def test_what_is_taken_again_is_what_a_probe_would_find() -> None:

@@ -36,6 +36,7 @@ OF_RUN = [("noise", "few", "of=10"), ("", "x3")]
 def combinations() -> Iterator[str]:
     yield from map(" ".join, product(["recipe", "trainer"], *OF_SETTINGS, *OF_SECTION))
     yield from map(" ".join, product(["recipe"], *OF_SETTINGS, *OF_RUN))
+    yield from map(" ".join, product(["ppo"], *OF_SETTINGS, ["", "beyond"], ["", "most=12"], ["", "exact"]))
     yield from map(" ".join, product(["trainer"], *OF_SETTINGS, ["few"], ["", "x3"], ["", "global"]))
 
 
@@ -59,8 +60,9 @@ def sizing_of(words: str) -> Sizing | None:
         accumulation=3 if "x3" in rest else 1,
         samples=3 if "few" in rest else SAMPLES,
         run_samples=10 if "of=10" in rest else None,
+        equal_parts=2 if host == "ppo" else 1,
         holds_gradients="noise" in rest,
-        rules=RECIPES if host == "recipe" else TRAINER,
+        rules=TRAINER if host == "trainer" else RECIPES,
     )
 
 
@@ -109,6 +111,12 @@ def line_of(words: str, known: Sizing) -> str:
     return f"{words} | {asked} {flags} {known.least_forward} | {', '.join(told)}"
 
 
+def in_forward(sizes: Sizes) -> int:
+    """Return the samples of the longest length that a forward may have."""
+    size = sizes.micro_batch_size
+    return size.samples if isinstance(size, Fixed) else sizes.fits or sizes.maximum
+
+
 def short(reason: str) -> str:
     return reason.split()[-1].strip("()")
 
@@ -117,7 +125,7 @@ def test_what_is_asked_and_what_is_made_of_the_answer_is_as_the_table_says() -> 
     assert [line_of(*each) for each in KNOWN.items()] == TABLE.read_text().splitlines()
 
 
-@pytest.mark.parametrize("host", ["recipe", "trainer"])
+@pytest.mark.parametrize("host", ["recipe", "trainer", "ppo"])
 def test_nothing_is_probed_that_is_of_no_use_and_no_answer_is_used_that_was_not_asked_for(host: str) -> None:
     for words, known in KNOWN.items():
         if not words.startswith(host) or known.request.upper < 2:
@@ -132,18 +140,20 @@ def test_sizes_stay_within_their_bounds_come_out_even_and_grow_with_the_answer()
         for found, sizes in answers(known).items():
             size = sizes.micro_batch_size
             if settings.grows or settings.use_maximum_batch_size:
-                assert sizes.maximum <= max(known.request.upper, 1), words
+                assert sizes.maximum <= max(known.upper, 1), words
             assert sizes.fits in (None, found), words
             if found is not None and known.bounds_batch:
-                assert sizes.maximum <= found, words
+                assert sizes.maximum <= found * known.equal_parts, words
             if found is not None and isinstance(size, Fixed):
                 assert size.samples <= found, words
                 even = sizes.maximum if known.rules is RECIPES else known.accumulation.window(1)
                 assert settings.grows or even % size.samples == 0, words
             if isinstance(known.accumulation, KeepGlobal) and settings.use_maximum_batch_size and not settings.grows:
                 assert known.accumulation.samples % sizes.batch_size == 0, words
-            if before is not None and not isinstance(size, Fixed):
+            assert sizes.maximum % known.equal_parts == 0, words
+            if before is not None:
                 assert before.batch_size <= sizes.batch_size and before.maximum <= sizes.maximum, words
+                assert in_forward(before) <= in_forward(sizes), words
             before = sizes
 
 
