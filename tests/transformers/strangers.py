@@ -127,15 +127,6 @@ def with_lora() -> Any:
     return peft.get_peft_model(llama(), settings)
 
 
-def experts() -> Any:
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            num_key_value_heads=2, pad_token_id=0, num_local_experts=4, num_experts_per_tok=2, **trainers.SIZES
-        )
-    )
-
-
 def bert(**settings: Any) -> Any:
     return trainers.make_bert(**settings)
 
@@ -226,13 +217,6 @@ def mean_of_padded(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     return of_tokens(model, inputs).mean()
 
 
-def mean_of_means(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """Each sample's mean over its tokens, and the mean of these."""
-    is_target = inputs["labels"][:, 1:] != IGNORED
-    losses = of_tokens(model, inputs).view_as(is_target)
-    return (losses.sum(1) / is_target.sum(1)).mean()
-
-
 def decay(model: Any) -> torch.Tensor:
     return 1e-2 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
 
@@ -250,62 +234,11 @@ class DecayedTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
-def two_means(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """A mean over tokens and one over samples."""
-    outputs = model(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True
-    )  # fmt: skip
-    of_text = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
-    mask = inputs["attention_mask"][..., None]
-    pooled = (outputs.hidden_states[-1] * mask).sum(1) / mask.sum(1)
-    return of_text + (pooled.square().mean(1) - inputs["attention_mask"].sum(1) / 24).square().mean()
-
-
-class DistillingTrainer(Trainer):  # type: ignore[misc]
-    """Has its teacher in an attribute, and a mean over targets of how far the student is from it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        torch.manual_seed(7)
-        self.teacher = transformers.LlamaForCausalLM(self.model.config)
-
-    over_padding = False
-
-    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
-        self.teacher.eval()
-        student, labels = shifted(model, inputs)
-        with torch.no_grad():
-            teacher, _ = shifted(self.teacher, inputs)
-        of = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-        is_target = torch.ones_like(labels) if self.over_padding else labels != IGNORED
-        loss = F.cross_entropy(student, labels) + (of * is_target).sum() / is_target.sum()
-        return (loss, {}) if return_outputs else loss
-
-
-class BalancingTrainer(Trainer):  # type: ignore[misc]
-    """Adds the loss that balances experts by hand, with ``output_router_logits`` off in the config."""
-
-    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        outputs = model(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_router_logits=True
-        )  # fmt: skip
-        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
-        loss = loss + 0.02 * load_balancing_loss_func(outputs.router_logits, 4, 2, inputs["attention_mask"])
-        return (loss, outputs) if return_outputs else loss
-
-
 # --- losses over samples: of logits [b, c] and labels [b]
 
 
 def logits_of(model: Any, inputs: Features) -> torch.Tensor:
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits  # type: ignore[no-any-return]
-
-
-def class_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """The forum's class-weighted loss, a mean over weights."""
-    return F.cross_entropy(logits_of(model, inputs), inputs["labels"], weight=torch.tensor([0.2, 1.0, 5.0]))
 
 
 def sample_weights_of_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
@@ -330,20 +263,6 @@ def r_drop(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     one, other = logits_of(model, inputs), logits_of(model, inputs)
     apart = F.kl_div(one.log_softmax(-1), other.log_softmax(-1), log_target=True, reduction="batchmean")
     return F.cross_entropy(one, inputs["labels"]) + F.cross_entropy(other, inputs["labels"]) + apart
-
-
-def gradient_penalty(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """How far the gradient of each sample's largest logit by its words is from one."""
-    words = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
-    logits = model(inputs_embeds=words, attention_mask=inputs["attention_mask"]).logits
-    (slopes,) = torch.autograd.grad(logits.square().sum(), words, create_graph=True)
-    return F.cross_entropy(logits, inputs["labels"]) + (slopes.flatten(1).norm(dim=1) - 1).square().mean()
-
-
-def in_numbers(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """A loss that reads its own value on the host, as scripts do that print it or branch by it."""
-    loss = F.cross_entropy(logits_of(model, inputs), inputs["labels"])
-    return loss * 2 if loss.item() > 1e6 else loss
 
 
 def hardest(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
@@ -371,21 +290,6 @@ class TwiceTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Features, *rest: Any) -> torch.Tensor:
         return super().training_step(model, dict(inputs), *rest) + super().training_step(model, dict(inputs), *rest)  # type: ignore[no-any-return]
-
-
-class AdversarialTrainer(Trainer):  # type: ignore[misc]
-    """FGM: a second step where embeddings have moved along the gradient of the first."""
-
-    def training_step(self, model: Any, inputs: Features, *rest: Any) -> torch.Tensor:
-        loss = super().training_step(model, dict(inputs), *rest)
-        words = model.get_input_embeddings().weight
-        kept = words.detach().clone()
-        with torch.no_grad():
-            words.add_(words.grad / words.grad.norm())
-        super().training_step(model, dict(inputs), *rest)
-        with torch.no_grad():
-            words.copy_(kept)
-        return loss  # type: ignore[no-any-return]
 
 
 class SummingTrainer(Trainer):  # type: ignore[misc]
@@ -457,10 +361,6 @@ def one_length(sample: Features) -> Features:
     return {"input_ids": ids, "labels": ids}
 
 
-def one_class(sample: Features) -> Features:
-    return {**sample, "input_ids": [3, *sample["input_ids"][1:]]}
-
-
 def of_one_length() -> list[Features]:
     found = trainers.make_data(NUM_SAMPLES)
     return [{"input_ids": [*each["input_ids"] * 9][:24], "labels": [*each["input_ids"] * 9][:24]} for each in found]
@@ -498,24 +398,16 @@ HABITS: Mapping[str, Habit] = {
         computing(other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)),
         REFUSED,
     ),
-    "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
     "weights of tokens over their sum": Habit(computing(token_weights_of_weights), REFUSED),
     "weights of samples over their sum": Habit(of_classes(sample_weights_of_weights, collator=collate_weights)),
     "mean over padding": Habit(computing(mean_of_padded), REFUSED),
-    "mean of means": Habit(computing(mean_of_means)),
     "L2 of weights and a mean": Habit(computing(decayed_mean)),
     "L2 of weights and Trainer's sum": Habit(making(kind=DecayedTrainer)),
-    "two means over different numbers": Habit(computing(two_means), REFUSED),
-    "distillation": Habit(making(kind=DistillingTrainer)),
-    "experts balanced by hand": Habit(making(experts, kind=BalancingTrainer), REFUSED),
     "contrastive": Habit(of_classes(contrastive), REFUSED),
     "R-Drop": Habit(of_classes(r_drop, lambda: classes(hidden_dropout_prob=0.2), kind=AveragingTrainer), draws=True),
-    "gradient penalty": Habit(of_classes(gradient_penalty, lambda: classes(attn_implementation="eager"))),
-    "a loss that is read": Habit(of_classes(in_numbers)),
     "the hardest half": Habit(of_classes(hardest), REFUSED),
     "a step of its own": Habit(making(kind=OwnStepTrainer), REFUSED),
     "two steps": Habit(making(kind=TwiceTrainer)),
-    "adversarial": Habit(making(classes, kind=AdversarialTrainer, collator=trainers.collate_classes), REFUSED),
     "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes)),
     "a collator that pops": Habit(making(collator=popping, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))),
     "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
