@@ -54,6 +54,7 @@ WHY = {
     "test_custom_callback_added_at_init": CALLBACKS,
     "test_default_callbacks_are_present": CALLBACKS,
     "test_printer_callback_when_tqdm_disabled": CALLBACKS,
+    "test_best_model_checkpoint_behavior": "the output folder has the record's as well",
     "test_save_best_checkpoint": "the output folder has the record's as well",
     "test_training_with_resume_from_checkpoint_false": "the model adds random numbers to its loss",
     "test_resume_training_with_different_batch_size": "the model adds random numbers to its loss",

@@ -58,7 +58,7 @@ class DryRun:
     ending: Ending
     processes: Sequence[dict[str, Any]]  # as `watch` writes them, those alone that asked for a device
     errors: Sequence[dict[str, Any]] = ()  # that ended processes
-    condition: str | None = None  # line of the script that ended training because of a value
+    condition: str | None = None  # line of the script, or callback, that ended training because of a value
 
     @property
     def worst(self) -> dict[str, Any] | None:
@@ -189,6 +189,8 @@ def _condition(run: DryRun) -> str | None:
     if (run.was_stopped and (run.steps or run.passes)) or (run.ending.exit_code and run.ending.waited is None):
         return None
     for course in (each["course"] for each in run.training):
+        if course["stopped_early"]:
+            return str(course["stopped_early"])
         reads, of_steps = ([tuple(line) for line in course[name]] for name in ("reads", "of_steps"))
         for file in dict.fromkeys(file for file, _ in reads):
             try:
@@ -323,7 +325,7 @@ def _course(run: DryRun) -> list[str]:
         lines.append(
             _row("ended by", f"{run.condition}, a condition on a value of the device; losses are zero in a dry run")
         )
-        lines.append(_row("to do", f"pass over the condition where os.environ has {DRY_RUN}"))
+        lines.append(_row("to do", f"leave it out where os.environ has {DRY_RUN}"))
     elif not fine and run.ending.exit_code == 0 and not run.ending.interrupted and run.worst is not None:
         read = next((course["last_read"] for course in courses if course["last_read"]), None)
         left = next((course["exit"] for course in courses if course["exit"]), None)

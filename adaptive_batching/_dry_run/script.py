@@ -54,6 +54,9 @@ class Course:
         self.idle: dict[str, str] = {}
         """Optimizers that took a step on nothing, and why it was nothing."""
         self.idle_in_row = 0
+        self.stopped_early: str | None = None
+        """The callback that ended training for want of progress, with the script's line."""
+        self._watches_callbacks = False
         self._before_pass, self._after_pass = before_pass, after_pass
         self._had_gradients: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._kept: list[Any] = []  # what is registered stays for as long as its library is referred to
@@ -129,7 +132,26 @@ class Course:
 
         return note_and_leave
 
+    def _watch_early_stopping(self) -> None:
+        """Note when transformers' callback ends training, once that is imported: it compares metrics."""
+        callbacks: Any = sys.modules.get("transformers.trainer_callback")
+        if callbacks is None or self._watches_callbacks:
+            return
+        self._watches_callbacks = True
+        evaluate = callbacks.EarlyStoppingCallback.on_evaluate
+
+        @functools.wraps(evaluate)
+        def evaluate_and_note(callback: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            result = evaluate(callback, args, state, control, **kwargs)
+            if control.should_training_stop:
+                line = line_of_script(stack_of(sys._getframe(1)))
+                self.stopped_early = type(callback).__name__ + ("" if line is None else f", {line}")
+            return result
+
+        callbacks.EarlyStoppingCallback.on_evaluate = evaluate_and_note
+
     def before_step(self, optimizer: Optimizer) -> None:
+        self._watch_early_stopping()
         self._had_gradients[optimizer] = _has_gradients(optimizer)
 
     def is_idle(self, optimizer: Optimizer) -> bool:
@@ -158,6 +180,7 @@ class Course:
         return {
             "optimizers": self.optimizers[:10], "passes": self.passes, "reads": [*self.reads],
             "last_read": self.last_read, "exit": self.exit, "of_steps": self.of_steps, "idle": dict(self.idle),
+            "stopped_early": self.stopped_early,
         }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any
 def course(**other: Any) -> dict[str, Any]:
     return {
         "optimizers": [], "passes": 0, "reads": [], "last_read": None, "exit": None, "of_steps": [], "idle": {},
+        "stopped_early": None,
         "trains": False, **other,
     }  # fmt: skip
 

@@ -246,6 +246,28 @@ def test_what_trains_on_nothing_is_never_said_to_fit(
     assert (why or "") in (found["why"] or "")
 
 
+def test_a_callback_that_ends_training_for_want_of_progress_is_named(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + """
+from types import SimpleNamespace
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+model = make(2)
+optimizer = torch.optim.AdamW(model.parameters())
+early, control = EarlyStoppingCallback(early_stopping_patience=1), TrainerControl()
+args, state = SimpleNamespace(metric_for_best_model="loss", greater_is_better=False), TrainerState(best_metric=0.0)
+while not control.should_training_stop:
+    loss = model(torch.randn(8, WIDTH, device="cuda")).sum()
+    loss.backward()
+    optimizer.step()
+    early.on_evaluate(args, state, control, metrics={"eval_loss": 0.0})
+""".replace("WIDTH", str(WIDTH))
+    )
+    found, _ = dry_run(tmp_path, "--memory", "24", code=code)
+    assert (found["fits"], found["steps"]) == (None, 1)
+    assert found["ended_by"] == "EarlyStoppingCallback, train.py:18 <module>"
+
+
 def test_a_script_with_an_optimizer_of_its_own_is_stopped_after_as_many_backward_passes(tmp_path: Path) -> None:
     code = (
         MODEL
