@@ -37,7 +37,7 @@ class Card:
     context_bytes: int  # that CUDA takes of it
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB)"
+        return f"{self.name} ({memory_size(self.memory_bytes)})"
 
 
 @dataclass(frozen=True)

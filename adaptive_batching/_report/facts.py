@@ -9,9 +9,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from adaptive_batching._report.events import Event, Row, Run, by_dataset, rows_of
-from adaptive_batching._values import ConfigError, MemoryAmount
+from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
-_KIB, _MIB, GIB = 2**10, 2**20, 2**30
 NOT_RECORDED = "not recorded"
 
 # Factor by which a step may take longer for each doubling of the batch where growth can pay, and from which on it does
@@ -40,14 +39,6 @@ class Fact(NamedTuple):
 
 def count(number: float) -> str:
     return f"{number:,.0f}"
-
-
-def size(num_bytes: float) -> str:
-    if abs(num_bytes) >= 10 * GIB:
-        return f"{num_bytes / GIB:,.1f} GiB"
-    if abs(num_bytes) >= _MIB:
-        return f"{num_bytes / _MIB:,.0f} MiB"
-    return f"{num_bytes / _KIB:,.1f} KiB"
 
 
 def duration(seconds: float) -> str:
@@ -158,10 +149,10 @@ def _peak(run: Run) -> Fact:
         return Fact("Peak memory", NOT_RECORDED)
     limit, more = memory_limit(run), ""
     if limit is not None:
-        more = f"of {size(limit[0])}, {limit[1]}"
+        more = f"of {memory_size(limit[0])}, {limit[1]}"
         if max(peaks) > limit[0] and any(each["what"] == "checkpoint" for each in run.events["took"]):
             more += "; checkpoints are saved outside of it"
-    return Fact("Peak memory", size(max(peaks)), more, max(peaks))
+    return Fact("Peak memory", memory_size(max(peaks)), more, max(peaks))
 
 
 def _state(run: Run) -> str:
@@ -310,7 +301,7 @@ def first_too_large(predicted: Iterable[Sequence[int]], fits: int, budget_bytes:
 
 def probe_in_words(probe: Event) -> list[str]:
     """Return what a probe has found, a sentence each."""
-    length, budget = count(probe["sequence_length"]), size(probe["budget_bytes"])
+    length, budget = count(probe["sequence_length"]), memory_size(probe["budget_bytes"])
     steps = sum(each.get("steps", 1) for each in probe["measurements"])
     failed = sum(each["peak_bytes"] is None for each in probe["measurements"])
     how = (
@@ -318,7 +309,7 @@ def probe_in_words(probe: Event) -> list[str]:
         f"out of memory, in {duration(probe['seconds'])}."
     )
     peaks = {each["batch_size"]: each["peak_bytes"] for each in probe["measurements"]}
-    took = size(peaks[probe["batch_size"]])
+    took = memory_size(peaks[probe["batch_size"]])
     if probe.get("enough") is not None:
         return [
             f"Forwards of up to {of(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones would "
@@ -333,5 +324,5 @@ def probe_in_words(probe: Event) -> list[str]:
         words.append(f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two).")
     too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if too_large is not None:
-        words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
+        words.append(f"A step of {count(too_large[0])} would take about {memory_size(too_large[1])}.")
     return [*words, how]

@@ -15,8 +15,8 @@ from typing import Any
 
 import adaptive_batching._report.sections as sections
 from adaptive_batching._report.events import RecordError, Run, read_runs
-from adaptive_batching._report.facts import GIB, exact, memory_limit, model, where
-from adaptive_batching._report.sections import MIB, Curves, Html, curves_of, each_run, some, tag
+from adaptive_batching._report.facts import exact, memory_limit, model, where
+from adaptive_batching._report.sections import GIB, MIB, Curves, Html, curves_of, each_run, some, tag
 
 PAGE = "report.html"
 MOST_POINTS = 1200
@@ -155,7 +155,7 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
     probe = run.last("probe")
     if probe is None:
         return None
-    name, unit = ("GiB", GIB) if probe["budget_bytes"] >= 10 * GIB else ("MiB", MIB)
+    name, unit = ("GiB", GIB) if probe["budget_bytes"] >= GIB else ("MiB", MIB)
     ran = [(each["batch_size"], each["peak_bytes"]) for each in probe["measurements"]]
     return {
         "unit": name,

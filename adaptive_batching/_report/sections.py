@@ -11,8 +11,9 @@ from itertools import accumulate
 import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
+from adaptive_batching._values import memory_size
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 _COLOURS = 8  # of runs, and of kinds of memory
 # Steps from which a running mean of the loss is drawn, and the share of the steps that it covers.
 _STEPS_TO_SMOOTH = 40
@@ -290,7 +291,7 @@ def probe(run: Run) -> list[Html]:
     picture = tag("figure", tag("figcaption", "Peak memory of a training step over the batch size"), plot)
     rows = []
     for each in found["measurements"]:
-        peak = "out of memory" if each["peak_bytes"] is None else say.size(each["peak_bytes"])
+        peak = "out of memory" if each["peak_bytes"] is None else memory_size(each["peak_bytes"])
         fits = "yes" if each["fits"] else "no"
         rows.append([say.count(each["batch_size"]), peak, fits, say.duration(each["seconds"])])
     ran = table(["batch size", "peak memory", "fits", "first step"], rows, caption="Sizes that ran, in order")
@@ -307,13 +308,13 @@ def _what_sets_the_peak(probe: Event) -> list[Html]:
     alive = {**alive, _IN_USE: max(peak - sum(alive.values()), 0)}
     whole = sum(alive.values())
     kinds = sorted((kind for kind in alive if alive[kind] > whole / 1000), key=lambda kind: -alive[kind])
-    heading = f"What sets the peak of {say.size(whole)} at {say.of(at, 'sample')}: the {probe['peak_moment']}"
+    heading = f"What sets the peak of {memory_size(whole)} at {say.of(at, 'sample')}: the {probe['peak_moment']}"
     parts, rows = [], []
     for number, kind in enumerate(kinds):
         share = 100 * (alive[kind] / whole)
         parts.append(tag("i", class_=f"c{number % _COLOURS}", style=f"width:{share:.3f}%"))
-        rows.append([_coloured(number, kind), say.size(alive[kind]), f"{share:.0f} %"])
-    rows.append([Html("<span>peak</span>"), say.size(whole), "100 %"])
+        rows.append([_coloured(number, kind), memory_size(alive[kind]), f"{share:.0f} %"])
+    rows.append([Html("<span>peak</span>"), memory_size(whole), "100 %"])
     bar = tag("div", *parts, class_="bar", aria_hidden="true")
     return [tag("h4", heading), bar, table(["kind", "bytes", "share"], rows, words=[0])]
 

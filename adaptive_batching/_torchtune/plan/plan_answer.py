@@ -13,8 +13,9 @@ from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, MemoryEstimate
 from adaptive_batching._torchtune.plan import planning
 from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
-from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.traced_step import BACKWARD, FORWARD
+from adaptive_batching._values import memory_size
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
@@ -138,9 +139,10 @@ def _heads(gpus: Sequence[Mapping[str, Any]], made: TracedPlan) -> list[str]:
     """Return the answer on several GPUs, one line each."""
     rows = [["GPU", "memory", "answer", "largest micro-batch"]]
     for each in gpus:
-        rows.append([each["name"], _size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
-    need = f"{_size(made.need.least_bytes)} to {_size(made.need.most_bytes)}{_on_the_host(made.paged_bytes)}"
-    return [f"{_forward(made)}{_of_devices(made)} needs {need}", *_table(rows), *_assumed(made)]
+        rows.append([each["name"], memory_size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
+    span = f"{memory_size(made.need.least_bytes)} to {memory_size(made.need.most_bytes)}"
+    need = f"{_forward(made)}{_of_devices(made)} needs {span}{_on_the_host(made.paged_bytes)}"
+    return [need, *_table(rows), *_assumed(made)]
 
 
 def _head(asked: Asked, made: TracedPlan) -> list[str]:
@@ -163,7 +165,7 @@ def _of_devices(made: TracedPlan) -> str:
 
 
 def _on_the_host(paged_bytes: int) -> str:
-    return f"; plus up to {_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
+    return f"; plus up to {memory_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
 
 
 def _assumed(made: TracedPlan) -> list[str]:
@@ -174,38 +176,46 @@ def first_line(need: MemoryEstimate, memory: int | None, what: str, where: str) 
     """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
     found, least, most = need.within(memory), need.least_bytes, need.most_bytes
     if memory is None:
-        return f"{found}: {what} needs {_size(least)} to {_size(most)}; give --memory or --gpu"
-    of_memory = f"of {_size(memory)}{where}"
+        return f"{found}: {what} needs {memory_size(least)} to {memory_size(most)}; give --memory or --gpu"
+    of_memory = f"of {memory_size(memory)}{where}"
     if found is Answer.FITS:
-        return f"{found}: {what} needs at most {_size(most)} {of_memory}, {_size(memory - most)} left"
+        return f"{found}: {what} needs at most {memory_size(most)} {of_memory}, {memory_size(memory - most)} left"
     if found is Answer.TIGHT:
         return (
-            f"{found}: {what} needs {_size(least)} to {_size(most)} {of_memory}; "
-            f"{_size(memory - least)} left in the best case, {_size(most - memory)} too little in the worst"
+            f"{found}: {what} needs {memory_size(least)} to {memory_size(most)} {of_memory}; "
+            f"{memory_size(memory - least)} left in the best case, {memory_size(most - memory)} too little in the worst"
         )
-    return f"{found}: {what} needs at least {_size(least)} {of_memory}, {_size(least - memory)} too little"
+    return f"{found}: {what} needs at least {memory_size(least)} {of_memory}, {memory_size(least - memory)} too little"
 
 
 def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
     reserved = need.reserved
     best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
     rows = [
-        ["tensors", _size(need.peak_bytes), f"{_size(need.resting_bytes)} between steps"],
-        ["reserved by the allocator", _size(reserved.by_default), f"{_size(reserved.least)} is enough, with retries"],
-        ["with expandable segments", _size(reserved.expandable), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
-        *([each.name, f"{_size(each.least)} to {_size(each.most)}", each.source] for each in need.outside),
-        ["fits from", _size(need.most_bytes), "reserved, and the upper figures above"],
-        ["does not fit below", _size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
+        ["tensors", memory_size(need.peak_bytes), f"{memory_size(need.resting_bytes)} between steps"],
+        [
+            "reserved by the allocator",
+            memory_size(reserved.by_default),
+            f"{memory_size(reserved.least)} is enough, with retries",
+        ],
+        [
+            "with expandable segments",
+            memory_size(reserved.expandable),
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ],
+        *([each.name, f"{memory_size(each.least)} to {memory_size(each.most)}", each.source] for each in need.outside),
+        ["fits from", memory_size(need.most_bytes), "reserved, and the upper figures above"],
+        ["does not fit below", memory_size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
     ]
     if paged_bytes:
         why = "moved to host memory when the GPU is short of room"
-        rows.append(["paged optimizer states", _size(paged_bytes), why])
+        rows.append(["paged optimizer states", memory_size(paged_bytes), why])
     return _table(rows)
 
 
 def _peak(need: MemoryEstimate) -> list[str]:
     kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
-    rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
+    rows = [[kind, memory_size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
     during = f"{need.moment} pass" if need.moment in (FORWARD, BACKWARD) else need.moment
     return [f"At the peak, in the {during}:", *_table(rows)]
 
@@ -266,7 +276,7 @@ def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [["tokens", *(f"{batch} need" for batch in planning.BATCHES), "largest micro-batch"]]
     for each in found:
         largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
-        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
+        needs = [memory_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
         rows.append([f"{each['sequence_length']:,}", *needs, largest])
     return ["Samples in a forward", *_table(rows)]
 
@@ -274,7 +284,7 @@ def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
 def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [["", "saves", "then fits", "to paste"]]
     for each in found:
-        saved = "?" if each["saved_bytes"] is None else _size(each["saved_bytes"])
+        saved = "?" if each["saved_bytes"] is None else memory_size(each["saved_bytes"])
         largest = each["largest_micro_batch"]
         fits = "?" if largest is None else f"{largest} x {each['sequence_length']:,}"
         paste = each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"
@@ -284,12 +294,6 @@ def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _samples(number: int) -> str:
     return "1 sample" if number == 1 else f"{number:,} samples"
-
-
-def _size(num_bytes: float) -> str:
-    if abs(num_bytes) >= GIB / 10:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.1f} MiB"
 
 
 def _flops(flops: float) -> str:

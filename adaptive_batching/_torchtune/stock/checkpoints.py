@@ -29,7 +29,7 @@ from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 from adaptive_batching._torchtune.stock.data import STATE_KEY
 from adaptive_batching._torchtune.stock.host import learning_rate_holder
 from adaptive_batching._torchtune.stock.loading import replaced_in
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, memory_size
 
 _FULL_MESSAGES = (
     "No space left on device",
@@ -63,7 +63,7 @@ def _undone_if_disk_is_full(
         free, full = min((shutil.disk_usage(output_dir).free, output_dir) for output_dir in output_dirs)
         raise CheckpointError(
             f"the checkpoint of {name} cannot be written: the disk of output_dir={str(full)!r} is full, with "
-            f"{free / 2**20:,.0f} MiB free after removing the incomplete checkpoint. {what_stands(output_dirs[0])}"
+            f"{memory_size(free)} free after removing the incomplete checkpoint. {what_stands(output_dirs[0])}"
         ) from None
 
 
