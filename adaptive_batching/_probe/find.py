@@ -208,7 +208,7 @@ class _Search:
         points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
         return [(b, int(known.peak_bytes(b))) for b in sorted(points)]
 
-    def exact(self, sizes: SizesRun) -> int | None:
+    def unrounded_maximum(self, sizes: SizesRun) -> int | None:
         """Return the largest size that is predicted to fit, where larger than the answer, which memory bounds."""
         if self.traced is None or not self._rounds or sizes.low + 1 == len(sizes.candidates):
             return None
@@ -319,13 +319,13 @@ def find_largest(
     batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else request.upper_reason
     predicted, moment, kinds = search.predicted(sizes), "", dict[str, int]()
     if traced is not None and traced.is_uniform:
-        moment, kinds = traced.at(settled or batch_size).at_peak()
+        moment, kinds = traced.record_at(settled or batch_size).at_peak()
     is_blind = traced is None and config.search == "predict"
     result = ProbeResult(
         batch_size, "larger forwards would gain little" if settled else reason, sizes.budget_bytes, meter.total_bytes,
         search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
         measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
-        exact=None if settled else search.exact(sizes),
+        exact=None if settled else search.unrounded_maximum(sizes),
     )  # fmt: skip
     _log_result(result)
     return result

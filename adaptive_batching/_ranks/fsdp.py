@@ -110,7 +110,7 @@ class _Collective:
     operation: Any = None
 
     @classmethod
-    def of(cls, output: torch.Tensor, given: torch.Tensor, group: Any, operation: Any = None) -> _Collective:
+    def as_issued(cls, output: torch.Tensor, given: torch.Tensor, group: Any, operation: Any = None) -> _Collective:
         return cls(tuple(output.shape), tuple(given.shape), given.dtype, given.device, group, operation)
 
     @property
@@ -288,7 +288,7 @@ def _issue(issued: _Issued, call: Callable[..., Any], arguments: tuple[Any, ...]
     what they wait for is not known then. Issued again, it might be one too many, and left out, one too few.
     """
     _check_room(*arguments[:2])
-    collective = _Collective.of(*arguments)
+    collective = _Collective.as_issued(*arguments)
     waits = not async_op and collective.device.type == "cpu"
     before = _num_issued(collective)
     issued.before = issued.before if issued else before

@@ -22,7 +22,7 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
         if result.enough > result.batch_size:
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
             memory = f"predicted {memory_size(at)} of {budget}, not measured at full size"
-        found = [
+        lines = [
             ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
             ("memory", memory),
         ]
@@ -30,12 +30,12 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
         larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
         beyond = "" if larger is None else f"; {larger[0]} would take about {memory_size(larger[1])}"
         peak = f"peak {memory_size(result.peak_bytes)} of {budget}"
-        found = [
+        lines = [
             (of, f"{result.batch_size}, bound by {result.bound}"),
             ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
         ]
     runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
-    return [*found, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
+    return [*lines, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
 
 
 def line_of_rollout(result: ProbeResult, prompt_length: int, generated: int) -> Named:

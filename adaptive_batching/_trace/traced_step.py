@@ -320,7 +320,7 @@ class TracedStep:
             resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
         return resting and lower.events == upper.events and lower.kinds == upper.kinds
 
-    def at(self, batch_size: int) -> StepRecord:
+    def record_at(self, batch_size: int) -> StepRecord:
         """Return the record of the step at ``batch_size``; raise TraceError unless it :attr:`is_uniform`."""
         if not self.is_uniform:
             raise TraceError("the order in which memory is allocated and freed depends on the batch size")

@@ -73,7 +73,7 @@ class RolloutWork(RecipeWork[range, Trajectory]):
         return [partial(self._generate, self._start, self._start + len(part.samples)) for part in parts]
 
     def _generate(self, start: int, end: int) -> Trajectory:
-        with self.draws.of(start, end):
+        with self.draws.for_rows(start, end):
             return self._stock.generate(self._prompts[start:end])
 
     def parameters(self) -> list[nn.Parameter]:
@@ -131,7 +131,7 @@ class RolloutRandomNumbers:
         return min((row // self._chunk + 1) * self._chunk, self._num_rows)
 
     @contextlib.contextmanager
-    def of(self, start: int, end: int) -> Iterator[None]:
+    def for_rows(self, start: int, end: int) -> Iterator[None]:
         """Have a rollout of rows ``start`` to ``end`` inside draw their numbers."""
         first, last = start // self._chunk, (end - 1) // self._chunk
         before = start - first * self._chunk

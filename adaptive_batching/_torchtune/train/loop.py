@@ -241,7 +241,7 @@ class TrainingLoop(Loop):
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         samples = [sample for batch in self._window for sample in batch]
-        cost = None if self._costs is None else self._costs.of(samples, parts, seconds)
+        cost = None if self._costs is None else self._costs.cost_of(samples, parts, seconds)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
         size = len(self._window[-1]) if schedule.adapts else None
@@ -301,7 +301,7 @@ class StepCosts:
             memory_meter(host.device).reset_peak()  # what the probe took is its own
         self._peak = PeakSoFar(host.device)
 
-    def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
+    def cost_of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
         objective, tokens, padded = self._host.objective, None, None
         if samples and objective.is_text(samples[0]):
             tokens = sum(len(objective.tokens(sample)) for sample in samples)
