@@ -20,8 +20,8 @@ from adaptive_batching._torchtune.plan.plan_answer import AGAINST_ALLOCATOR, AGA
 from adaptive_batching._torchtune.plan.plan_command import load_config
 from adaptive_batching._torchtune.plan.planning import CONFIGS, PlanRequest, levers, look_out
 from adaptive_batching._trace.allocator import GIB, MIB
-from adaptive_batching._values import memory_size
 from adaptive_batching._trace.reserved import Reserved
+from adaptive_batching._values import memory_size
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.support.overrides import DOUBLE
