@@ -9,7 +9,7 @@ from enum import Enum
 
 from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
-from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
+from adaptive_batching._trace.traced_step import MEMORY_KINDS, OTHER, WEIGHTS, TracedStep
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 SET_UP = "set-up"  # the moment before the first step, while weights are loaded
@@ -116,7 +116,7 @@ class Forecast:
             resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
             weights = sum(size for kind, size in resting if kind == WEIGHTS)
             peak, moment = self.set_up.most_bytes, SET_UP
-            kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
+            kinds = {**dict.fromkeys(MEMORY_KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
         reserved = Reserved(**{name: max(size, self.set_up.most_bytes) for name, size in asdict(reserved).items()})
         flops = [total // self.forwards for total in (record.flops, record.recomputed_flops, record.attention_flops)]
         return MemoryEstimate(batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, *flops)

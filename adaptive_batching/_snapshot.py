@@ -319,7 +319,7 @@ class StepState:
 def rehearsal(
     owners: Sequence[Any], device: torch.device, trained: Sequence[nn.Parameter] = ()
 ) -> Iterator[Callable[[], None]]:
-    """Run somebody's code inside, outside its own step, so that nothing of it stays: the gate that all of it passes.
+    """Run somebody's code inside, outside its own step, so that nothing of it stays: all of it passes here.
 
     Gives a function that puts everything back already, to run again from the same state, random numbers included.
     Gradients of ``trained`` and of the owners' modules are laid aside, so that a backward inside makes its own. Samples

@@ -1,7 +1,7 @@
-"""The course of a run whose batch grows: sizes, steps, and where the learning-rate schedule stands.
+"""The schedule of a run whose batch grows: sizes, steps, and where the learning-rate schedule stands.
 
-Everything here is arithmetic on samples and steps. The course is gone through once before training, as far as it can be
-known then, and followed while training.
+Everything here is arithmetic on samples and steps. The schedule is gone through once before training, as far as it
+can be known then, and followed while training.
 """
 
 from __future__ import annotations

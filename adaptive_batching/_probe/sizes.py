@@ -269,7 +269,7 @@ class ProbeResult:
     peak_moment: str = ""
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
     peak_kinds: dict[str, int] = field(default_factory=dict)
-    """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.KINDS`) that are alive then."""
+    """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.MEMORY_KINDS`) that are alive then."""
     exact: int | None = None
     """Largest size that is predicted to fit where :attr:`batch_size` is rounded down to a power of two; else None."""
 

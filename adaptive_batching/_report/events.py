@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
-KINDS = (
+EVENT_KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
     "epoch", "change", "step", "recovery", "validation", "noise", "took", "error", "end",
 )  # fmt: skip
@@ -196,7 +196,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 def read_events(path: Path) -> Events:
     """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts."""
-    events: Events = {kind: [] for kind in KINDS}
+    events: Events = {kind: [] for kind in EVENT_KINDS}
     for kind, values in lines_that_count(path):
         if kind == "run" and values.get("version", VERSION) > VERSION:
             raise RecordError(
@@ -234,7 +234,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Event]]:
         for line in file:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
-                if isinstance(event, dict) and event.get("event") in KINDS:
+                if isinstance(event, dict) and event.get("event") in EVENT_KINDS:
                     yield event.pop("event"), event
 
 

@@ -40,11 +40,11 @@ class Asked:
     """The command line, read."""
 
     config: str
-    question: PlanRequest
+    request: PlanRequest
     length: int | None
     length_unknown: str  # why, where it is not known
     lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
-    gpus: Sequence[Gpu]  # the question is about the smallest
+    gpus: Sequence[Gpu]  # the request is about the smallest
     mfu: float | None
     levers: bool
     table: bool
@@ -61,28 +61,28 @@ def answer(asked: Asked, *, as_json: bool) -> int:
         if not as_json:
             print("\n".join(lines), flush=True)
 
-    question, length = asked.question, asked.length
+    request, length = asked.request, asked.length
     if length is None or asked.table or asked.levers:
         planning.start_processes()
     if length is None:
-        found, unknown = planning.over_lengths(question), Answer.CANNOT_TELL
+        found, unknown = planning.over_lengths(request), Answer.CANNOT_TELL
         shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
         shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
         show(f"{unknown}: length unknown, because {asked.length_unknown}; give --sequence-length", *_lengths(found))
         code = unknown
     else:
         start = time.perf_counter()
-        made = planning.sketch(question, length)
+        made = planning.sketch(request, length)
         shown, lines = _plan(asked, made)
         show(*lines)
         if asked.table:
-            shown["lengths"] = planning.over_lengths(question, length)
+            shown["lengths"] = planning.over_lengths(request, length)
             show("", *_lengths(shown["lengths"]))
         if asked.levers:
             shown["levers"] = planning.pull_levers(made)
             show("", f"What would help, for {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
         shown["seconds"] = round(time.perf_counter() - start, 2)
-        code = made.need.within(question.memory_bytes)
+        code = made.need.within(request.memory_bytes)
     if as_json:
         print(json.dumps(shown, indent=1))
     return int(code.value)
@@ -90,17 +90,17 @@ def answer(asked: Asked, *, as_json: bool) -> int:
 
 def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
     """Return the plan as an object, and in words."""
-    question, need, largest = asked.question, made.need, made.largest
-    memory, found = question.memory_bytes, need.within(question.memory_bytes)
+    request, need, largest = asked.request, made.need, made.largest
+    memory, found = request.memory_bytes, need.within(request.memory_bytes)
     epochs, of_epochs = _epochs(made)
     epoch_flops = _epoch_flops(asked, made)
     hours = None
     if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
-        hours = epoch_flops / question.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
+        hours = epoch_flops / request.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
     shown = {
         "version": VERSION,
         "config": asked.config,
-        **{key: getattr(question, key) for key in ("recipe", "devices", "memory_bytes")},
+        **{key: getattr(request, key) for key in ("recipe", "devices", "memory_bytes")},
         **{key: getattr(made, key) for key in _OF_RUN},
         **{key: getattr(need, key) for key in _OF_STEP},
         "answer": str(found),
@@ -148,7 +148,7 @@ def _heads(gpus: Sequence[Mapping[str, Any]], made: TracedPlan) -> list[str]:
 def _head(asked: Asked, made: TracedPlan) -> list[str]:
     length, largest = made.length, made.largest
     where = (f" on {asked.gpu.name}" if asked.gpu else "") + _of_devices(made)
-    line = first_line(made.need, made.question.memory_bytes, _forward(made), where)
+    line = first_line(made.need, made.request.memory_bytes, _forward(made), where)
     lines = [line + _on_the_host(made.paged_bytes)]
     if largest is not None:
         lines.append(f"largest micro-batch: {_samples(largest)} of {length:,} tokens")
@@ -161,7 +161,7 @@ def _forward(made: TracedPlan) -> str:
 
 
 def _of_devices(made: TracedPlan) -> str:
-    return f" on each of {made.question.devices} devices" if made.question.devices > 1 else ""
+    return f" on each of {made.request.devices} devices" if made.request.devices > 1 else ""
 
 
 def _on_the_host(paged_bytes: int) -> str:
@@ -222,11 +222,11 @@ def _peak(need: MemoryEstimate) -> list[str]:
 
 def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Return the epochs as objects, None if they are not known, and in words."""
-    if made.question.samples is None:
+    if made.request.samples is None:
         return None, ["Epochs: number of samples unknown; give --samples"]
     if not made.largest:
         return None, ["Epochs: not planned, as no memory is given or nothing fits"]
-    found, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
+    found, epochs, is_decided = planning.look_out(made.request, made.length, made.largest)
     rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
     for epoch in epochs:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
@@ -238,7 +238,7 @@ def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
 
 def _epoch_flops(asked: Asked, made: TracedPlan) -> float | None:
     """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
-    need, samples, length = made.need, asked.question.samples, made.length
+    need, samples, length = made.need, asked.request.samples, made.length
     attention = need.attention_flops / need.batch_size
     others = (need.flops - need.recomputed_flops) / need.batch_size - attention
     if asked.lengths is None:
@@ -255,7 +255,7 @@ def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: floa
     lines = [line + f" ({need.batch_size} x {length:,} tokens, per device)"]
     if epoch_flops is not None:
         tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"
-        line = f"  an epoch of {_samples(asked.question.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
+        line = f"  an epoch of {_samples(asked.request.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
         if hours is not None and asked.gpu is not None:
             line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
