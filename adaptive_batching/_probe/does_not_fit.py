@@ -71,7 +71,7 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
     total = meter.total_bytes
     if (limit := config.memory_limit) is not None and limit.bytes_of(total) > total:
         _say_that_limit_is_above(str(limit), memory_size(total))
-    problems = [each for each in ranks.gather(_no_room(config, meter, added)) if each]
+    problems = [problem for problem in ranks.gather(_no_room(config, meter, added)) if problem]
     if problems:
         raise ConfigError(problems[0])
 

@@ -138,7 +138,7 @@ class Trial:
 
     def _stepped(self) -> list[Optimizer]:
         """Return the optimizers that a trial steps, if only to make their states."""
-        return [each for each in self._step.optimizers if self._step.updates or not has_states(each)]
+        return [optimizer for optimizer in self._step.optimizers if self._step.updates or not has_states(optimizer)]
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
         try:
@@ -212,8 +212,8 @@ def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.
 
 
 def _in_groups(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    found = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return list({id(p): p for p in found}.values())
+    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(p): p for p in parameters}.values())
 
 
 @contextlib.contextmanager

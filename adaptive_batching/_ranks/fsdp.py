@@ -220,8 +220,8 @@ class MicroBatchCollectives:
         Ranks that have finished the same micro-batches have issued the same collectives, so all of them know whether
         the sequence varies.
         """
-        known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
-        return known and not self._varies
+        is_known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
+        return is_known and not self._varies
 
     @contextlib.contextmanager
     def squared_norms(self) -> Iterator[list[torch.Tensor]]:
