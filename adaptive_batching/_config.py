@@ -124,7 +124,7 @@ class AdaptiveBatchingConfig:
         if (limit := self.memory_limit) is not None:
             amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
             self._set("memory_limit", amount)
-            if amount.of(2**50) < 2**10:
+            if amount.bytes_of(2**50) < 2**10:
                 in_bytes = f" is {amount.num_bytes} bytes, which" if amount.num_bytes else ""
                 raise ConfigError(
                     f"adaptive_batching.memory_limit={limit!r}{in_bytes} leaves no memory for training; write how much "

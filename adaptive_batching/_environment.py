@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 import adaptive_batching
+from adaptive_batching._values import memory_size
 
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "transformers", "datasets", "lm_eval")
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES")
@@ -50,7 +51,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         found = torch.cuda.get_device_properties(index)
         yield (
             f"GPU {index}",
-            f"{found.name}, {found.total_memory / 2**30:.2f} GiB, capability {found.major}.{found.minor}",
+            f"{found.name}, {memory_size(found.total_memory)}, capability {found.major}.{found.minor}",
         )
     yield "CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"
     if torch.cuda.is_available():

@@ -80,11 +80,11 @@ class Losses(Generic[T]):
 
     def error(self, sums: Callable[[T], Sequence[float]]) -> float:
         """Return the largest error of the sums that ``sums`` makes of what has been given."""
-        found = [0.0]
+        errors = [0.0]
         for groups, union in self.runs:
             of_groups = list(map(sums, groups))
-            found += [error_of_sum(parts, whole) for *parts, whole in zip(*of_groups, sums(union), strict=True)]
-        return max(found)
+            errors += [error_of_sum(parts, whole) for *parts, whole in zip(*of_groups, sums(union), strict=True)]
+        return max(errors)
 
 
 def losses_of_groups(
@@ -115,7 +115,7 @@ def losses_of_groups(
             if not draws_anew:
                 random_state.put_back()
             again.append(without_gradients(run, together))
-    first, second, drawn = (float(torch.as_tensor(each[0])) for each in again)
+    first, second, drawn = (float(torch.as_tensor(losses[0])) for losses in again)
     return Losses(
         runs, mode.rounding[0], are_drawn=first == second != drawn,
         change=error_of_sum([first], second),
@@ -187,7 +187,7 @@ class GradientSketch:
         pairs = zip(self._firsts, other._firsts, strict=True)
         of_firsts = math.sqrt(math.fsum(float((mine - theirs).square().sum()) for mine, theirs in pairs))
         of_norms = [abs(mine - theirs) for mine, theirs in zip(self._norms, other._norms, strict=True)]
-        distance = max(of_firsts, math.sqrt(math.fsum(each**2 for each in of_norms)))
+        distance = max(of_firsts, math.sqrt(math.fsum(norm**2 for norm in of_norms)))
         return distance if math.isfinite(distance) else math.inf
 
 
@@ -209,8 +209,8 @@ def gradient_error(
             if not run():
                 return None
             sketches.append(GradientSketch(parameters))
-    expected, found = sketches
-    scale = max(expected.norm, found.norm)
+    expected, actual = sketches
+    scale = max(expected.norm, actual.norm)
     if not math.isfinite(scale):
         return None
-    return (expected.distance(found) / scale if scale else 0.0), mode.rounding[1]
+    return (expected.distance(actual) / scale if scale else 0.0), mode.rounding[1]

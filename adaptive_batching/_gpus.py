@@ -111,14 +111,14 @@ def find_gpus(name: str) -> list[Gpu]:
     if not same_model and size is None and (bare := _BARE_SIZE.fullmatch(typed)):
         size, model = float(bare[2]), _model_of(bare[1])
         same_model = [gpu for gpu in GPUS if _model_of(gpu.name) == model]
-    if found := [gpu for gpu in same_model if size is None or 0.9 * size <= gpu.memory_gib <= size]:
-        return found
+    if matching := [gpu for gpu in same_model if size is None or 0.9 * size <= gpu.memory_gib <= size]:
+        return matching
     if not same_model:
         _check_that_it_is_nvidias(name)
     close = difflib.get_close_matches(model, [_model_of(gpu.name) for gpu in GPUS], n=3)
-    known = same_model or [gpu for gpu in GPUS if _model_of(gpu.name) in close] or GPUS
-    kind = "known" if known is GPUS else "the closest"
-    names = ", ".join(gpu.name for gpu in known)
+    candidates = same_model or [gpu for gpu in GPUS if _model_of(gpu.name) in close] or GPUS
+    kind = "known" if candidates is GPUS else "the closest"
+    names = ", ".join(gpu.name for gpu in candidates)
     raise ConfigError(f"--gpu {name!r} is unknown; {kind}: {names}; or give its memory, such as --memory 24GiB")
 
 

@@ -53,10 +53,10 @@ def _counted(device: torch.device, name: str) -> int:
     module = torch.get_device_module(device)
     if not hasattr(module, "memory_stats_as_nested_dict"):
         return int(module.memory_stats(device).get(name, 0)) if hasattr(module, "memory_stats") else 0
-    found: Any = module.memory_stats_as_nested_dict(device)  # which takes an eighth of the time, in each step
+    stats: Any = module.memory_stats_as_nested_dict(device)  # which takes an eighth of the time, in each step
     for key in name.split("."):
-        found = found.get(key, {})
-    return int(found or 0)
+        stats = stats.get(key, {})
+    return int(stats or 0)
 
 
 @contextlib.contextmanager
@@ -370,8 +370,8 @@ def _process_limits() -> list[tuple[str, int]]:
     import resource
 
     limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-    found = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
-    return [(counted, limit) for counted, limit in found if limit >= 0]  # -1: unlimited
+    limited = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
+    return [(counted, limit) for counted, limit in limited if limit >= 0]  # -1: unlimited
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
@@ -385,11 +385,11 @@ def _cgroup_limits() -> list[tuple[int, int]]:
     except (OSError, StopIteration):
         return []
     group = root / line.removeprefix("0::").lstrip("/")
-    found = []
+    limited = []
     for folder in (group, *group.parents):
         limit = folder / "memory.max"
         if folder.is_relative_to(root) and limit.exists() and limit.read_text().strip() != "max":
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            found.append((int(limit.read_text()), used))
-    return found
+            limited.append((int(limit.read_text()), used))
+    return limited

@@ -9,7 +9,7 @@ from enum import Enum
 
 from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
-from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
+from adaptive_batching._trace.traced_step import MEMORY_KINDS, OTHER, WEIGHTS, TracedStep
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 SET_UP = "set-up"  # the moment before the first step, while weights are loaded
@@ -23,8 +23,8 @@ def gpu_memory(text: str) -> int:
     """
     try:
         plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
-        if found := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
-            return found
+        if num_bytes := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
+            return num_bytes
     except ConfigError:
         pass
     raise ConfigError(f"--memory {text} is not a memory size; write 24, 24GiB or bytes")
@@ -82,12 +82,14 @@ class MemoryEstimate:
     @property
     def least_bytes(self) -> int:
         """Least memory in which it can run, with expandable segments or without."""
-        return min(self.reserved.least, self.reserved.least_expandable) + sum(each.least for each in self.outside)
+        return min(self.reserved.least, self.reserved.least_expandable) + sum(
+            overhead.least for overhead in self.outside
+        )
 
     @property
     def most_bytes(self) -> int:
         """Memory in which it runs in any case, by default settings."""
-        return self.reserved.by_default + sum(each.most for each in self.outside)
+        return self.reserved.by_default + sum(overhead.most for overhead in self.outside)
 
     def within(self, memory_bytes: int | None) -> Answer:
         if memory_bytes is None:
@@ -107,25 +109,25 @@ class Forecast:
     forwards: int = 1  # that the step has, each with its backward; floating-point operations are told of one
 
     def need(self, batch_size: int) -> MemoryEstimate:
-        record = self.step.at(batch_size)
+        record = self.step.record_at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
         reserved = reserved_for(record, self.set_up)
         if self.set_up.most_bytes > peak:
             resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
             weights = sum(size for kind, size in resting if kind == WEIGHTS)
             peak, moment = self.set_up.most_bytes, SET_UP
-            kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
+            kinds = {**dict.fromkeys(MEMORY_KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
         reserved = Reserved(**{name: max(size, self.set_up.most_bytes) for name, size in asdict(reserved).items()})
-        flops = [each // self.forwards for each in (record.flops, record.recomputed_flops, record.attention_flops)]
+        flops = [total // self.forwards for total in (record.flops, record.recomputed_flops, record.attention_flops)]
         return MemoryEstimate(batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, *flops)
 
     def most_bytes(self, batch_size: int) -> int:
         """Return what a step takes by default settings, with the most outside the allocator."""
-        return self._reserved(batch_size) + sum(each.most for each in self.outside)
+        return self._reserved(batch_size) + sum(overhead.most for overhead in self.outside)
 
     def largest(self, memory_bytes: int) -> int:
         """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
-        budget = memory_bytes - sum(each.most for each in self.outside)
+        budget = memory_bytes - sum(overhead.most for overhead in self.outside)
         if self.set_up.most_bytes > budget:
             return 0
         curve = self.step.curve  # a lower bound of what is reserved
@@ -147,4 +149,4 @@ class Forecast:
         return low
 
     def _reserved(self, batch_size: int) -> int:
-        return reserved_by_default(self.step.at(batch_size), self.set_up)
+        return reserved_by_default(self.step.record_at(batch_size), self.set_up)

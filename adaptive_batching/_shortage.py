@@ -63,15 +63,15 @@ class StepStarts:
 def read_message(message: str) -> Shortage | None:
     """Return what an out-of-memory error of torch's on a device says; None if it is another."""
 
-    def size(before: str, after: str = "") -> int | None:
-        found = re.search(f"{before}{_SIZE}{after}", message)
-        return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+    def num_bytes(before: str, after: str = "") -> int | None:
+        match = re.search(f"{before}{_SIZE}{after}", message)
+        return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 
-    asked, free = size("Tried to allocate "), size("of which ", " is free")
-    allocated, unused = size("Of the allocated memory "), size(r" is allocated by PyTorch,.*? and ")
+    asked, free = num_bytes("Tried to allocate "), num_bytes("of which ", " is free")
+    allocated, unused = num_bytes("Of the allocated memory "), num_bytes(r" is allocated by PyTorch,.*? and ")
     if asked is None or free is None or allocated is None or unused is None:
         return None
-    if (allowed := size("", " allowed;")) is not None:
+    if (allowed := num_bytes("", " allowed;")) is not None:
         free = min(free, max(allowed - allocated - unused, 0))
     return Shortage(asked, free, allocated, allocated + unused)
 

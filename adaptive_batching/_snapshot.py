@@ -92,7 +92,7 @@ class Snapshot:
             self._look_at_place(module, name)
         self._hashes: list[tuple[nn.Parameter, int]] = []
         left = _COPIED_PARAMETERS
-        for parameter, place in sorted(self._parameters, key=lambda each: each[0].nbytes):
+        for parameter, place in sorted(self._parameters, key=lambda pair: pair[0].nbytes):
             if id(parameter) in self._elsewhere:
                 continue
             left -= parameter.nbytes
@@ -116,15 +116,15 @@ class Snapshot:
 
     def changed(self) -> set[Place]:
         """Return the places of modules where something is no longer as it was."""
-        found: set[Place | None] = set()
+        places: set[Place | None] = set()
         for module, saved in self._of_modules:
             for now, before in [(vars(module), saved), (module._buffers, saved["_buffers"])]:
-                found |= {(module, name) for name in {**before, **now} if _differ(before, now, name)}
-        found -= {(module, name) for module, _ in self._of_modules for name in ("_buffers", "_parameters", "_modules")}
-        found |= {place for container, saved, place in self._containers if not _is_as(container, saved)}
-        found |= {place for holder, state, place in self._states if not _same_state(holder.get(), state)}
-        found |= {kept.place for kept in self._kept if kept.has_changed}
-        return {place for place in found if place is not None}
+                places |= {(module, name) for name in {**before, **now} if _differ(before, now, name)}
+        places -= {(module, name) for module, _ in self._of_modules for name in ("_buffers", "_parameters", "_modules")}
+        places |= {place for container, saved, place in self._containers if not _is_as(container, saved)}
+        places |= {place for holder, state, place in self._states if not _same_state(holder.get(), state)}
+        places |= {kept.place for kept in self._kept if kept.has_changed}
+        return {place for place in places if place is not None}
 
     def check_parameters(self) -> None:
         """Raise ConfigError if a parameter has changed that is not copied."""
@@ -319,7 +319,7 @@ class StepState:
 def rehearsal(
     owners: Sequence[Any], device: torch.device, trained: Sequence[nn.Parameter] = ()
 ) -> Iterator[Callable[[], None]]:
-    """Run somebody's code inside, outside its own step, so that nothing of it stays: the gate that all of it passes.
+    """Run somebody's code inside, outside its own step, so that nothing of it stays: all of it passes here.
 
     Gives a function that puts everything back already, to run again from the same state, random numbers included.
     Gradients of ``trained`` and of the owners' modules are laid aside, so that a backward inside makes its own. Samples
@@ -328,7 +328,7 @@ def rehearsal(
     Raises:
         ConfigError: If the code changes parameters that are too large to be put back.
     """
-    parameters = list({id(each): each for each in (*trained, *_parameters_of(owners))}.values())
+    parameters = list({id(parameter): parameter for parameter in (*trained, *_parameters_of(owners))}.values())
     snapshot, random_state = Snapshot(owners, copies="host"), RandomState(device)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
 
@@ -356,12 +356,12 @@ def rehearsal(
 def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Step ``optimizers`` inside without the hooks that somebody has registered: they count steps, or log them."""
     hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    for each in optimizers:  # Accelerate's and Fabric's wrap one
-        for optimizer in (each, getattr(each, "optimizer", None), getattr(each, "_optimizer", None)):
+    for wrapped in optimizers:  # Accelerate's and Fabric's wrap one
+        for optimizer in (wrapped, getattr(wrapped, "optimizer", None), getattr(wrapped, "_optimizer", None)):
             own = getattr(optimizer, "__dict__", {})
             names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
             hooks += [own[name] for name in names if name in own and all(own[name] is not one for one in hooks)]
-    saved = [dict(each) for each in hooks]
+    saved = [dict(hook) for hook in hooks]
     for of_one in hooks:
         of_one.clear()
     try:
@@ -443,10 +443,10 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     repeated = [at for at, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[at] > 1]
     if not repeated:
         return [tensor]  # itself, with what it may have for attributes
-    found = tensor.detach()
+    view = tensor.detach()
     for dimension in repeated:
-        found = found.narrow(dimension, 0, 1)
-    return [found]
+        view = view.narrow(dimension, 0, 1)
+    return [view]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -464,13 +464,13 @@ def _hash(parameter: nn.Parameter) -> int:
     if DRY_RUN in os.environ:  # where all values are zero, and reading them takes memory
         return 0
     hashes = (torch.hash_tensor(_raw(part)) for part in plain_parts(parameter) if part.numel())
-    return hash(tuple(int(each.view(torch.int64)) for each in hashes))  # as uint64, half of them are no int
+    return hash(tuple(int(number.view(torch.int64)) for number in hashes))  # as uint64, half of them are no int
 
 
 def _parameters_of(owners: Iterable[Any]) -> list[nn.Parameter]:
-    modules = [each for owner in owners for each in (owner, *getattr(owner, "__dict__", {}).values())]
-    found = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
-    return list({id(each): each for each in found}.values())
+    modules = [value for owner in owners for value in (owner, *getattr(owner, "__dict__", {}).values())]
+    parameters = (parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters())
+    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 # Containers

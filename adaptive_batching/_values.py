@@ -71,7 +71,7 @@ class MemoryAmount:
             return self.written
         return memory_size(self.num_bytes or 0) if self.fraction is None else f"{100 * self.fraction:g}%"
 
-    def of(self, total_bytes: int) -> int:
+    def bytes_of(self, total_bytes: int) -> int:
         return self.num_bytes if self.num_bytes is not None else int(total_bytes * (self.fraction or 0.0))
 
 

@@ -129,11 +129,11 @@ def _mean_of_normal(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor
 
 def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     """Return whole numbers from ``low`` up to, and without, ``high``: ``randint`` takes both, or the second alone."""
-    bounds = [each for each in args if isinstance(each, int)]
+    bounds = [bound for bound in args if isinstance(bound, int)]
     low, high = (bounds if len(bounds) > 1 else [0, *bounds, 1])[:2]
     low, high = kwargs.get("low", low), kwargs.get("high", high)
-    whole: torch.Tensor = (low + (high - low) * _even(drawn)).floor()
-    return whole
+    numbers: torch.Tensor = (low + (high - low) * _even(drawn)).floor()
+    return numbers
 
 
 _DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {

@@ -33,7 +33,7 @@ def test_defaults_are_off_and_null_means_the_default() -> None:
     ],
 )  # fmt: skip
 def test_amounts_of_memory(value: Any, expected: int) -> None:
-    assert MemoryAmount.parse("key", value).of(1000) == expected
+    assert MemoryAmount.parse("key", value).bytes_of(1000) == expected
 
 
 @pytest.mark.parametrize("value", [True, None, "lots", "-1", -5, "1.5", "120%", "3 XiB", [], "GiB"])

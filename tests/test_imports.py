@@ -53,7 +53,7 @@ PURE = {
         "probe/": "search sizes sizing",
         "report/": "about configs events facts page record sections summary",
         "trace/": "allocator reserved traced_step",
-        "transformers/": "arguments course",
+        "transformers/": "arguments epoch_schedule",
     }.items()
     for name in names.split()
 }

@@ -37,7 +37,7 @@ class Card:
     context_bytes: int  # that CUDA takes of it
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB)"
+        return f"{self.name} ({memory_size(self.memory_bytes)})"
 
 
 @dataclass(frozen=True)
@@ -63,30 +63,32 @@ class DryRun:
     @property
     def worst(self) -> dict[str, Any] | None:
         """The process that tells most: one that ran out of memory for good, or else the one that reserved most."""
-        last: list[dict[str, Any]] = [each for each in self.processes if _fatal(each)] if self._failed else []
-        return max(last or self.processes, key=lambda each: int(each["peaks"].get("reserved", 0)), default=None)
+        last: list[dict[str, Any]] = [process for process in self.processes if _fatal(process)] if self._failed else []
+        return max(last or self.processes, key=lambda process: int(process["peaks"].get("reserved", 0)), default=None)
 
     @property
     def steps(self) -> int:
-        return min((len(each["steps"]) for each in self.training), default=0)
+        return min((len(process["steps"]) for process in self.training), default=0)
 
     @property
     def passes(self) -> int:
         """Backward passes, where no optimizer of torch's takes steps."""
-        return min((each["course"]["passes"] for each in self.training if not each["course"]["optimizers"]), default=0)
+        return min(
+            (process["script"]["passes"] for process in self.training if not process["script"]["optimizers"]), default=0
+        )
 
     @property
     def training(self) -> list[dict[str, Any]]:
         """The processes that train; all if none does."""
         return [
-            each for each in self.processes
-            if each["steps"] or each["course"]["passes"] or each["course"]["optimizers"]
+            process for process in self.processes
+            if process["steps"] or process["script"]["passes"] or process["script"]["optimizers"]
         ] or [*self.processes]  # fmt: skip
 
     @property
     def was_stopped(self) -> bool:
         """True if it had taken as many steps as were asked for; what would have followed is not known."""
-        return any(each["stopped"] for each in self.processes)
+        return any(process["stopped"] for process in self.processes)
 
     @property
     def _failed(self) -> bool:
@@ -105,7 +107,7 @@ class DryRun:
 
     @property
     def retries(self) -> int:
-        return max((int(each["peaks"].get("retries", 0)) for each in self.processes), default=0)
+        return max((int(process["peaks"].get("retries", 0)) for process in self.processes), default=0)
 
     @property
     def answer(self) -> Answer:
@@ -136,7 +138,9 @@ class DryRun:
             line = "" if error["line"] is None else f" ({error['line']})"
             return f"the script failed, but not for want of the card's memory: {error['text']}{line}"
         if code:
-            left = next((f", at {each['course']['exit']}" for each in self.processes if each["course"]["exit"]), "")
+            left = next(
+                (f", at {process['script']['exit']}" for process in self.processes if process["script"]["exit"]), ""
+            )
             ended = f"the script ended with exit code {code}{left}"
             return f"{ended}, but not for want of the card's memory; its output is above"
         if self.worst is None:
@@ -145,23 +149,23 @@ class DryRun:
 
     def _nothing_trained(self) -> str | None:
         """Return why a script that ran to its end, or was stopped, has trained too little to tell."""
-        courses = [each["course"] for each in self.training]
-        if self.steps or (self.passes and not any(course["optimizers"] for course in courses)):
+        scripts = [process["script"] for process in self.training]
+        if self.steps or (self.passes and not any(script["optimizers"] for script in scripts)):
             return (
                 None if self.condition is None else "the script ended by itself because of a value, which is zero here"
             )
-        if idle := {name: why for course in courses for name, why in course["idle"].items()}:
+        if idle := {name: why for script in scripts for name, why in script["idle"].items()}:
             return "; ".join(f"the steps of {name} did nothing: {why}" for name, why in idle.items())
-        if made := [optimizer for course in courses for optimizer in course["optimizers"]]:
-            return f"the optimizer has taken no step ({made[0]})"
-        if self.condition is not None or any(course.get("trains") for course in courses):
+        if optimizers := [optimizer for script in scripts for optimizer in script["optimizers"]]:
+            return f"the optimizer has taken no step ({optimizers[0]})"
+        if self.condition is not None or any(script.get("trains") for script in scripts):
             return "no backward pass was made, and the model is in training mode"
         return None
 
     @property
     def _needed_besides(self) -> int:
         """The most that may be in use outside the allocator, beyond the context that the emulated card has."""
-        return sum(each.most for each in outside_of_allocator(len(self.processes))) - self.card.context_bytes
+        return sum(overhead.most for overhead in outside_of_allocator(len(self.processes))) - self.card.context_bytes
 
 
 def _fatal(process: dict[str, Any]) -> dict[str, Any] | None:
@@ -177,10 +181,10 @@ def processes_in(folder: Path) -> list[dict[str, Any]]:
 
 def read_dry_run(folder: Path, card: Card, ending: Ending) -> DryRun:
     """Read what the processes of a script have left in a folder."""
-    found = processes_in(folder)
-    errors = [each["error"] for each in found if each["error"] is not None]
+    processes = processes_in(folder)
+    errors = [process["error"] for process in processes if process["error"] is not None]
     errors.sort(key=lambda error: str(error["text"]).startswith(_OF_LAUNCHERS))
-    run = DryRun(card, ending, [each for each in found if each["peaks"]], errors)
+    run = DryRun(card, ending, [process for process in processes if process["peaks"]], errors)
     return replace(run, condition=_condition(run))
 
 
@@ -188,16 +192,16 @@ def _condition(run: DryRun) -> str | None:
     """Return the line of a script that ended by itself because of a value that it had read; None if there is none."""
     if (run.was_stopped and (run.steps or run.passes)) or (run.ending.exit_code and run.ending.waited is None):
         return None
-    for course in (each["course"] for each in run.training):
-        if course["stopped_early"]:
-            return str(course["stopped_early"])
-        reads, of_steps = ([tuple(line) for line in course[name]] for name in ("reads", "of_steps"))
+    for script in (process["script"] for process in run.training):
+        if script["stopped_early"]:
+            return str(script["stopped_early"])
+        reads, of_steps = ([tuple(line) for line in script[name]] for name in ("reads", "of_steps"))
         for file in dict.fromkeys(file for file, _ in reads):
             try:
                 source = Path(file).read_text(encoding="utf-8")
             except (OSError, ValueError):
                 continue
-            lines, steps = ({line for of, line in each if of == file} for each in (reads, of_steps))
+            lines, steps = ({line for of, line in lines_read if of == file} for lines_read in (reads, of_steps))
             if of_steps and not steps:
                 continue
             if found := condition_on_a_value(source, lines, steps):
@@ -209,7 +213,7 @@ def as_object(run: DryRun) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     worst = run.worst or {"peaks": {}, "steps": [], "out_of_memory": []}
     failure = run.failure
-    survived = sum(len(each["out_of_memory"]) for each in run.processes) - (failure is not None)
+    survived = sum(len(process["out_of_memory"]) for process in run.processes) - (failure is not None)
     return {
         "version": VERSION,
         "answer": str(run.answer),
@@ -254,7 +258,7 @@ def in_words(run: DryRun) -> list[str]:
     if worst["steps"]:
         lines.append(_row("a step", _asked(worst["steps"][-1])))
     if run.failure is None:
-        lines += _course(run)
+        lines += _how_it_ended(run)
     survived = as_object(run)["out_of_memory_survived"]
     if survived:
         times = "once" if survived == 1 else f"{survived} times"
@@ -294,9 +298,9 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
         lines.append(_row("reached", f"{when}, {', from '.join(places)}"))
     shown = {kind: size for kind, size in history["categories"].items() if size >= SHOWN or size == peaks["allocated"]}
     lines.append(_row("held by", ", ".join(f"{kind} {memory_size(size)}" for kind, size in shown.items())))
-    for each in history["holders"][:5]:
-        times = f" ({each['allocations']:,} allocations)" if each["allocations"] > 1 else ""
-        lines.append(_row("", f"{memory_size(each['bytes']):>11}  {each['category']}, {each['where']}{times}"))
+    for holder in history["holders"][:5]:
+        times = f" ({holder['allocations']:,} allocations)" if holder["allocations"] > 1 else ""
+        lines.append(_row("", f"{memory_size(holder['bytes']):>11}  {holder['category']}, {holder['where']}{times}"))
     if outdated := history.get("outdated_buckets_bytes"):
         lines.append(
             _row("note", f"{memory_size(outdated)} are the buckets that DDP began with: NCCL lets go of them when")
@@ -307,9 +311,9 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _course(run: DryRun) -> list[str]:
+def _how_it_ended(run: DryRun) -> list[str]:
     """Return how the script came to its end, as far as that says what the answer is worth, and what to do."""
-    courses = [each["course"] for each in run.training]
+    scripts = [process["script"] for process in run.training]
     fine = run.answer is not Answer.CANNOT_TELL
     lines = []
     if fine and not run.steps:
@@ -327,29 +331,29 @@ def _course(run: DryRun) -> list[str]:
         )
         lines.append(_row("to do", f"leave it out where os.environ has {DRY_RUN}"))
     elif not fine and run.ending.exit_code == 0 and not run.ending.interrupted and run.worst is not None:
-        read = next((course["last_read"] for course in courses if course["last_read"]), None)
-        left = next((course["exit"] for course in courses if course["exit"]), None)
+        read = next((script["last_read"] for script in scripts if script["last_read"]), None)
+        left = next((script["exit"] for script in scripts if script["exit"]), None)
         if not run.was_stopped:
             last = "" if read is None else f"; the last line to read a value, which is zero in a dry run, was {read}"
             lines.append(_row("ended by", ("the end of the script" if left is None else left) + last))
-        if any("history" in why for course in courses for why in course["idle"].values()):
+        if any("history" in why for script in scripts for why in script["idle"].values()):
             todo = "measure with SGD, and add the history"
-        elif any(course["optimizers"] for course in courses):
+        elif any(script["optimizers"] for script in scripts):
             todo = "give it the data of a whole step, with all batches whose gradients it accumulates"
         else:
             todo = "call model.eval() if it does not train"
         lines.append(_row("to do", todo))
-    by_check = any(each["is_of_script"] and _reads_value(each["line"], courses) for each in run.errors)
-    if by_check or any(each["text"].startswith(_OF_ZEROS) for each in run.errors):
+    by_check = any(error["is_of_script"] and _reads_value(error["line"], scripts) for error in run.errors)
+    if by_check or any(error["text"].startswith(_OF_ZEROS) for error in run.errors):
         lines.append(
             _row("note", "losses are zero in a dry run: a script that divides by one, or checks one, fails here")
         )
     return lines
 
 
-def _reads_value(line: str | None, courses: Sequence[dict[str, Any]]) -> bool:
+def _reads_value(line: str | None, scripts: Sequence[dict[str, Any]]) -> bool:
     """True if a value of the device was read at the line that raised an error."""
-    at = {f"{Path(file).name}:{number}" for course in courses for file, number in course["reads"]}
+    at = {f"{Path(file).name}:{number}" for script in scripts for file, number in script["reads"]}
     return line is not None and line.split()[0] in at
 
 

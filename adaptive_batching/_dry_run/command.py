@@ -109,15 +109,15 @@ def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folde
         raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
     if is_recipe := args.command[0] != "--" and shutil.which(command[0]) is None:
         command = command_of_recipe(command, folder, args.devices, args.sequence_length)
-    found = folder / "processes"
-    found.mkdir()
+    notes = folder / "processes"
+    notes.mkdir()
     steps = sys.maxsize if args.whole else args.steps
     write_nvidia_smi(folder / "bin")
-    environment = _environment(device.environment(os.environ), found, steps, folder / "bin")
-    ending = _end_of(command, environment, found, args.max_seconds, to_stderr=args.json)
+    environment = _environment(device.environment(os.environ), notes, steps, folder / "bin")
+    ending = _end_of(command, environment, notes, args.max_seconds, to_stderr=args.json)
     if is_recipe and ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which
-    return read_dry_run(found, card, ending)
+    return read_dry_run(notes, card, ending)
 
 
 def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
@@ -125,7 +125,7 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
     capability, processors = (8, 0), 108
     device_name = "emulated device"
     if args.gpu is not None:
-        gpu = min(find_gpus(args.gpu), key=lambda each: each.memory_bytes)
+        gpu = min(find_gpus(args.gpu), key=lambda gpu: gpu.memory_bytes)
         name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
         device_name = gpu.device_name
     else:
@@ -146,19 +146,19 @@ def _devices(args: argparse.Namespace) -> int:
     return int(started[1]) if started else 1
 
 
-def _environment(on_device: Mapping[str, str], found: Path, steps: int, programs: Path) -> dict[str, str]:
+def _environment(on_device: Mapping[str, str], notes: Path, steps: int, programs: Path) -> dict[str, str]:
     """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
     hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
     own = {
         "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch",
-        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors", FOLDER: str(found), STEPS: str(steps),
+        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors", FOLDER: str(notes), STEPS: str(steps),
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
     }  # fmt: skip
     return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}
 
 
 def _end_of(
-    command: list[str], environment: Mapping[str, str], found: Path, max_seconds: float, *, to_stderr: bool
+    command: list[str], environment: Mapping[str, str], notes: Path, max_seconds: float, *, to_stderr: bool
 ) -> Ending:
     """Run a command to its end, or until it has taken no step for so many seconds, and end what it has started."""
     begun = time.perf_counter()
@@ -171,7 +171,7 @@ def _end_of(
             line = f"{command[0]} cannot be run ({error.strerror}); name a program after --"
             raise ConfigError(line) from None
         try:
-            if not _wait_for(child, found, max_seconds):
+            if not _wait_for(child, notes, max_seconds):
                 waited = max_seconds
                 _interrupt(child)
         except KeyboardInterrupt:
@@ -184,7 +184,7 @@ def _end_of(
     return Ending(child.returncode, interrupted, time.perf_counter() - begun, waited)
 
 
-def _wait_for(child: subprocess.Popen[bytes], found: Path, max_seconds: float) -> bool:
+def _wait_for(child: subprocess.Popen[bytes], notes: Path, max_seconds: float) -> bool:
     """Wait for a script's end; False if it takes no step for so many seconds. Say early that none was seen."""
     since = time.monotonic()
     steps, hinted = 0, False
@@ -193,7 +193,7 @@ def _wait_for(child: subprocess.Popen[bytes], found: Path, max_seconds: float) -
             child.wait(0.5)
             return True
         except subprocess.TimeoutExpired:
-            taken = sum(len(process["steps"]) for process in processes_in(found))
+            taken = sum(len(process["steps"]) for process in processes_in(notes))
             waited = time.monotonic() - since
             if taken > steps:
                 steps, since = taken, time.monotonic()
@@ -226,9 +226,9 @@ def _interruptible() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

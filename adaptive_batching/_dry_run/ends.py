@@ -27,17 +27,17 @@ def condition_on_a_value(source: str, reads: Set[int], steps: Set[int]) -> int |
     except (SyntaxError, ValueError):
         return None
     names = _names_of_values(tree, reads)
-    found = [
+    conditions = [
         node for node in ast.walk(tree)
         if isinstance(node, (ast.If, ast.While)) and _depends(node.test, reads, names)
         and (not steps or _ends(node, tree, steps))
     ]  # fmt: skip
-    return max((node.test.lineno for node in found), default=None) if steps else _first_with_an_effect(found)
+    return max((node.test.lineno for node in conditions), default=None) if steps else _first_with_an_effect(conditions)
 
 
-def _first_with_an_effect(found: list[ast.If | ast.While]) -> int | None:
+def _first_with_an_effect(conditions: list[ast.If | ast.While]) -> int | None:
     """Return the line of the first condition that passes over something."""
-    passing = [node for node in found if isinstance(node, ast.While) or any(map(_passes_over, ast.walk(node)))]
+    passing = [node for node in conditions if isinstance(node, ast.While) or any(map(_passes_over, ast.walk(node)))]
     return min((node.test.lineno for node in passing), default=None)
 
 
@@ -63,13 +63,13 @@ def _ends(node: ast.If | ast.While, tree: ast.Module, steps: Set[int]) -> bool:
     """True if a condition leaves the loop, or the function, that the steps are taken in."""
     if isinstance(node, ast.While):
         return _holds(node, steps)
-    inside = [each for branch in (*node.body, *node.orelse) for each in _of_this_function(branch)]
+    inside = [statement for branch in (*node.body, *node.orelse) for statement in _of_this_function(branch)]
     if any(map(_exits, inside)):
         return True
-    outside = [each for each in ast.walk(tree) if each is not node and node.lineno in _lines(each)]
+    outside = [statement for statement in ast.walk(tree) if statement is not node and node.lineno in _lines(statement)]
     for exit_of, scopes in ((ast.Return, (ast.FunctionDef, ast.AsyncFunctionDef)), (ast.Break, _LOOPS)):
-        if any(isinstance(each, exit_of) for each in inside):
-            around = [each for each in outside if isinstance(each, scopes)]
+        if any(isinstance(statement, exit_of) for statement in inside):
+            around = [statement for statement in outside if isinstance(statement, scopes)]
             if around and _holds(max(around, key=lambda scope: scope.lineno), steps):
                 return True
     return False
@@ -95,7 +95,7 @@ def _depends(node: ast.AST, reads: Set[int], names: Set[str]) -> bool:
     """True if an expression reads a value, or has a name that one was given."""
     if _holds(node, reads):
         return True
-    return any(ast.unparse(each) in names for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)))
+    return any(ast.unparse(name) in names for name in ast.walk(node) if isinstance(name, (ast.Name, ast.Attribute)))
 
 
 def _names_of_values(tree: ast.Module, reads: Set[int]) -> set[str]:
@@ -110,11 +110,11 @@ def _names_of_values(tree: ast.Module, reads: Set[int]) -> set[str]:
         for node in statements:
             if node.value is not None and _depends(node.value, reads, names):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names |= {ast.unparse(each) for target in targets for each in _named(target)}
+                names |= {ast.unparse(name) for target in targets for name in _named(target)}
         for call in calls:  # as `losses.append(loss.item())`
             assert isinstance(call.func, ast.Attribute)
             if call.func.attr in ("append", "add", "update", "extend") and any(
-                _depends(each, reads, names) for each in call.args
+                _depends(argument, reads, names) for argument in call.args
             ):
                 names |= {ast.unparse(call.func.value)}
         if len(names) == before:
@@ -123,8 +123,8 @@ def _names_of_values(tree: ast.Module, reads: Set[int]) -> set[str]:
 
 def _named(target: ast.expr) -> Iterator[ast.expr]:
     if isinstance(target, (ast.Tuple, ast.List)):
-        for each in target.elts:
-            yield from _named(each)
+        for element in target.elts:
+            yield from _named(element)
     elif isinstance(target, (ast.Subscript, ast.Starred)):
         yield from _named(target.value)
     else:

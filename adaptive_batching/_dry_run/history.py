@@ -102,20 +102,20 @@ def read_history(
     if moments.until is not None:
         events = [event for event in events if event["time_us"] <= moments.until]
     allocations, peak_at = _allocations(events, labels)
-    for each, freed in allocations:
+    for allocation, freed in allocations:
         freed_us = events[freed]["time_us"] if freed < len(events) else None
-        each.category = each.category or _category_of(each, freed_us, moments, workspace)
+        allocation.category = allocation.category or _category_of(allocation, freed_us, moments, workspace)
     history = History()
     if peak_at is not None:
-        alive = [each for each, freed in allocations if each.made <= peak_at < freed]
+        alive = [allocation for allocation, freed in allocations if allocation.made <= peak_at < freed]
         event = events[peak_at]
-        history.peak_bytes = sum(each.bytes for each in alive)
+        history.peak_bytes = sum(allocation.bytes for allocation in alive)
         history.peak_us, history.peak_frames = int(event["time_us"]), event.get("frames") or ()
         history.categories, history.holders = _by_category(alive), _holders(alive)
-        buckets = [each for each in alive if each.category == BUCKETS]
-        first = [each for each in buckets if any(frame["name"] == "_ddp_init_helper" for frame in each.frames)]
+        buckets = [allocation for allocation in alive if allocation.category == BUCKETS]
+        first = [bucket for bucket in buckets if any(frame["name"] == "_ddp_init_helper" for frame in bucket.frames)]
         if len(first) < len(buckets):
-            history.outdated_buckets_bytes = sum(each.bytes for each in first)
+            history.outdated_buckets_bytes = sum(bucket.bytes for bucket in first)
     history.points = _points(events, allocations)
     return history
 
@@ -142,7 +142,7 @@ def _allocations(events: Sequence[Event], labels: Sequence[Labels]) -> tuple[lis
             now -= freed.bytes
     for rest in waiting:
         _name(live, rest)
-    return done + [(each, len(events)) for each in live.values()], peak_at
+    return done + [(allocation, len(events)) for allocation in live.values()], peak_at
 
 
 def _name(live: Mapping[int, Allocation], labels: Labels) -> None:
@@ -151,11 +151,11 @@ def _name(live: Mapping[int, Allocation], labels: Labels) -> None:
             live[address].category = category
 
 
-def _category_of(each: Allocation, freed_us: int | None, moments: Moments, workspace: int) -> str:
+def _category_of(allocation: Allocation, freed_us: int | None, moments: Moments, workspace: int) -> str:
     """Return what memory held that no label names, by who asked for it, and when."""
-    if each.bytes == workspace and freed_us is None:
+    if allocation.bytes == workspace and freed_us is None:
         return WORKSPACES
-    files = [frame["filename"] for frame in each.frames if not frame["filename"].startswith(_OURS)]
+    files = [frame["filename"] for frame in allocation.frames if not frame["filename"].startswith(_OURS)]
     files = [file for file in files if _OF_TENSORS not in file]  # which any operation on a sharded tensor goes through
     if not files:
         return BACKWARD
@@ -166,30 +166,35 @@ def _category_of(each: Allocation, freed_us: int | None, moments: Moments, works
     of_module = next((at for at, file in enumerate(files) if file.endswith(_MODULE)), len(files))
     if any(part in file for file in files[:of_module] for part in _OPTIMIZERS):
         return STEP
-    call = bisect_right(moments.steps, (each.made_us, each.made_us)) - 1
-    in_step = call >= 0 and each.made_us <= moments.steps[call][1]
+    call = bisect_right(moments.steps, (allocation.made_us, allocation.made_us)) - 1
+    in_step = call >= 0 and allocation.made_us <= moments.steps[call][1]
     if in_step and of_module == len(files):  # a closure of the step runs the model
         return STEP
-    ended = bisect_right(moments.ends, each.made_us)
+    ended = bisect_right(moments.ends, allocation.made_us)
     outlives = ended < len(moments.ends) and (freed_us is None or freed_us > moments.ends[ended])
-    return KEPT if outlives and each.bytes > BLOCK else FORWARD
+    return KEPT if outlives and allocation.bytes > BLOCK else FORWARD
 
 
 def _by_category(alive: Sequence[Allocation]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for each in alive:
-        found[each.category] += each.bytes
-    return {category: found[category] for category in CATEGORIES if found[category]}
+    num_bytes: Counter[str] = Counter()
+    for allocation in alive:
+        num_bytes[allocation.category] += allocation.bytes
+    return {category: num_bytes[category] for category in CATEGORIES if num_bytes[category]}
 
 
 def _holders(alive: Sequence[Allocation]) -> list[dict[str, Any]]:
     """Return the places that hold most, each with the line that asked for the memory."""
     grouped: dict[tuple[str, str], list[Allocation]] = {}
-    for each in alive:
-        grouped.setdefault((each.category, place(each.frames)), []).append(each)
-    largest = sorted(grouped.items(), key=lambda item: -sum(each.bytes for each in item[1]))[:MOST_HOLDERS]
+    for allocation in alive:
+        grouped.setdefault((allocation.category, place(allocation.frames)), []).append(allocation)
+    largest = sorted(grouped.items(), key=lambda item: -sum(allocation.bytes for allocation in item[1]))[:MOST_HOLDERS]
     return [
-        {"category": category, "where": where, "bytes": sum(each.bytes for each in held), "allocations": len(held)}
+        {
+            "category": category,
+            "where": where,
+            "bytes": sum(one.bytes for one in held),
+            "allocations": len(held),
+        }
         for (category, where), held in largest
     ]
 
@@ -199,10 +204,10 @@ def _points(events: Sequence[Event], allocations: Sequence[tuple[Allocation, int
     if not events:
         return []
     changes: list[tuple[int, str, int]] = []
-    for each, freed in allocations:
-        changes.append((each.made, each.category, each.bytes))
+    for allocation, freed in allocations:
+        changes.append((allocation.made, allocation.category, allocation.bytes))
         if freed < len(events):
-            changes.append((freed, each.category, -each.bytes))
+            changes.append((freed, allocation.category, -allocation.bytes))
     for number, event in enumerate(events):
         sign = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}.get(event["action"])
         if sign:
@@ -240,16 +245,16 @@ def place(frames: Sequence[Frame]) -> str:
     if not ours:
         return "backward pass"
     written = [frame for frame in ours if not _GENERATED.search(frame["filename"])]
-    found = next((frame for frame in written if _TORCH not in frame["filename"]), None)
-    if found is None:
+    innermost = next((frame for frame in written if _TORCH not in frame["filename"]), None)
+    if innermost is None:
         return "compiled backward pass" if len(written) < len(ours) else line_of(ours[0])
-    return line_of(found) + (", compiled" if _GENERATED.search(ours[0]["filename"]) else "")
+    return line_of(innermost) + (", compiled" if _GENERATED.search(ours[0]["filename"]) else "")
 
 
 def line_of_script(frames: Sequence[Frame]) -> str | None:
     """Return the innermost line of code that is not installed: the user's own."""
-    found = next(filter(is_of_script, frames), None)
-    return None if found is None else line_of(found)
+    frame = next(filter(is_of_script, frames), None)
+    return None if frame is None else line_of(frame)
 
 
 def is_of_script(frame: Frame) -> bool:

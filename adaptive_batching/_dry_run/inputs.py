@@ -95,10 +95,10 @@ class Inputs:
 
     def _name(self, size: tuple[int, ...]) -> str:
         """Name the samples of a batch by their numbers in the data set, if one batch alone has such a size."""
-        found = [batch for batch in self._batches if size in batch.sizes.values()]
-        if len(found) != 1 or not all(isinstance(number, int) for number in found[0].numbers):
+        batches = [batch for batch in self._batches if size in batch.sizes.values()]
+        if len(batches) != 1 or not all(isinstance(number, int) for number in batches[0].numbers):
             return ""
-        numbers, longest = found[0].numbers, found[0].longest
+        numbers, longest = batches[0].numbers, batches[0].longest
         if longest is not None and longest < len(numbers):
             numbers = [numbers[longest]]
         shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

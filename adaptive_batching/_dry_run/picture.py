@@ -59,7 +59,7 @@ def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[in
     top = max(*(point.get("reserved", 0) for point in points), *(point["allocated"] for point in points)) * 1.08
     top = max(top, limit) if limit < 1.5 * top else top
 
-    def at(event: int, size: float) -> str:
+    def point_at(event: int, size: float) -> str:
         x = _LEFT + (_WIDTH - _LEFT) * (event - first) / max(last - first, 1)
         return f"{x:.1f},{(_HEIGHT - _BELOW) * (1 - size / top):.1f}"
 
@@ -67,23 +67,23 @@ def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[in
     shown = [category for category in CATEGORIES if any(point.get(category) for point in points)]
     for category in shown:
         above = [low + point.get(category, 0) for low, point in zip(below, points, strict=True)]
-        edges = [at(point["event"], size) for point, size in zip(points, above, strict=True)]
-        edges += reversed([at(point["event"], size) for point, size in zip(points, below, strict=True)])
+        edges = [point_at(point["event"], size) for point, size in zip(points, above, strict=True)]
+        edges += reversed([point_at(point["event"], size) for point, size in zip(points, below, strict=True)])
         colour = f"var(--c{CATEGORIES.index(category) % _COLOURS})"
         drawn.append(f'<polygon points="{" ".join(edges)}" fill="{colour}" fill-opacity="0.75"/>')
         below = above
     for number, event in enumerate(steps_end, 1):
-        x = at(event, 0).split(",")[0]
+        x = point_at(event, 0).split(",")[0]
         drawn.append(f'<line class="step" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT - _BELOW}"/>')
         drawn.append(f'<text x="{x}" y="{_HEIGHT - 6}" text-anchor="end">step {number}</text>')
-    reserved = " ".join(at(point["event"], point.get("reserved", 0)) for point in points)
+    reserved = " ".join(point_at(point["event"], point.get("reserved", 0)) for point in points)
     drawn.append(f'<polyline class="reserved" points="{reserved}"/>')
     for size in (0.0, top / 2, top):
-        (x, y), text = at(first, size).split(","), memory_size(size)
+        (x, y), text = point_at(first, size).split(","), memory_size(size)
         drawn.append(f'<line class="axis" x1="{x}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
         drawn.append(f'<text x="{_LEFT - 6}" y="{max(float(y), 10)}" text-anchor="end">{escape(text)}</text>')
     if limit <= top:
-        y = at(first, limit).split(",")[1]
+        y = point_at(first, limit).split(",")[1]
         drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
     keys = [_key(CATEGORIES.index(category) % _COLOURS, category) for category in shown]
     notes = "Line: reserved by the allocator." + (" Dashed: the card's memory." if limit <= top else "")
@@ -99,13 +99,13 @@ def _key(number: int, name: str) -> Html:
 
 
 def _holders(history: dict[str, Any]) -> list[Html]:
-    whole = sum(history["categories"].values())
-    if not whole:
+    total = sum(history["categories"].values())
+    if not total:
         return []
-    kinds = [[kind, memory_size(size), f"{100 * size / whole:.0f} %"] for kind, size in history["categories"].items()]
+    kinds = [[kind, memory_size(size), f"{100 * size / total:.0f} %"] for kind, size in history["categories"].items()]
     places = [
-        [each["where"], each["category"], memory_size(each["bytes"]), f"{each['allocations']:,}"]
-        for each in history["holders"]
+        [holder["where"], holder["category"], memory_size(holder["bytes"]), f"{holder['allocations']:,}"]
+        for holder in history["holders"]
     ]
     return [
         table(["kind", "memory", "share"], kinds, words=[0]),

@@ -1,7 +1,7 @@
-"""The course of a script: its optimizers, its backward passes, and the values of the device that it reads.
+"""What a script does: its optimizers, its backward passes, and the values of the device that it reads.
 
 All values are zero on the emulated device. A script that trains until its loss is small, or leaves out a batch whose
-loss is zero, therefore takes another course than on a card, and where it has read a value tells which.
+loss is zero, therefore does something else than on a card, and where it has read a value tells what.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Lines = list[tuple[str, int]]
 """Files and lines of a script."""
 
 
-class Course:
+class ScriptNotes:
     """Notes what a process of a script does; it changes nothing.
 
     Args:
@@ -193,13 +193,13 @@ def is_rehearsing() -> bool:
 
 def stack_of(frame: Any) -> list[dict[str, Any]]:
     """Return the stack of a frame, the innermost first, without what watches it."""
-    found = []
+    stack = []
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(_WATCHERS):
-            found.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+            stack.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
         frame = frame.f_back
-    return found
+    return stack
 
 
 def _stack_of_main() -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ from adaptive_batching._dry_run.history import (
     step_of,
 )
 from adaptive_batching._dry_run.inputs import Inputs
-from adaptive_batching._dry_run.script import Course, is_rehearsing, stack_of
+from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import allocator_advice
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
@@ -101,7 +101,7 @@ class Watch:
         self._is_ending = False  # when the backward pass is over
         self._captures_step = False
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that have a step
-        self._course = Course(self._before_pass, self._after_pass)
+        self._script = ScriptNotes(self._before_pass, self._after_pass)
         self._stopped = False  # by this watch, after as many steps as were asked for
         self._writing = threading.RLock()
         self._is_written = False  # in full
@@ -114,7 +114,7 @@ class Watch:
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
-        self._begin_course()
+        self._begin_script()
         self._watch_graphs()
         atexit.register(self._end)
         Finalize(None, self._end, exitpriority=0)  # of a process that multiprocessing has started: atexit is not run
@@ -127,8 +127,8 @@ class Watch:
         sys.excepthook = keep_and_call
 
     @_harmless
-    def _begin_course(self) -> None:
-        self._course.begin()
+    def _begin_script(self) -> None:
+        self._script.begin()
         self._inputs.begin()
 
     @_harmless
@@ -185,20 +185,20 @@ class Watch:
         """Stop a script whose optimizer is none of torch's, as its steps are not seen: before one pass too many."""
         if not _uses_device() or os.getpid() != self._process:
             return
-        if number >= self._most_steps and not self._course.optimizers and not self._ends_us:
+        if number >= self._most_steps and not self._script.optimizers and not self._ends_us:
             self._stop()
 
     @_harmless
     def _after_pass(self) -> None:
         self._inputs.end_pass()
-        if _uses_device() and not self._course.optimizers:  # whose steps would be the moments to look at
+        if _uses_device() and not self._script.optimizers:  # whose steps would be the moments to look at
             self._label()
 
     @_harmless
     def _before_step(self, optimizer: Optimizer) -> None:
         if _is_rehearsal(optimizer):
             return
-        self._course.before_step(optimizer)
+        self._script.before_step(optimizer)
         self._called_us[optimizer] = _now_us()
         self._counts.setdefault(optimizer, 0)
         if torch._C._current_graph_task_id() == -1:
@@ -210,11 +210,11 @@ class Watch:
             return
         now = _now_us()
         self._calls.append((self._called_us.get(optimizer, now), now))
-        if self._course.is_idle(optimizer):
-            if not self._ends_us and self._course.idle_in_row >= self._most_steps:
+        if self._script.is_idle(optimizer):
+            if not self._ends_us and self._script.idle_in_row >= self._most_steps:
                 self._stop()
             return
-        self._course.note_step()
+        self._script.note_step()
         if torch.cuda.is_current_stream_capturing():
             self._captures_step = True  # it is taken when the graph is replayed
             return
@@ -284,19 +284,19 @@ class Watch:
         self._write(ended=False)
 
     def _label(self) -> None:
-        known: dict[int, str] = {}
+        labels: dict[int, str] = {}
         seen: set[nn.Module] = set()
         modules = [part for module in list(self._modules) for _, part in module.named_modules(memo=seen)]
         of_modules = [p for module in modules for p in module.parameters(recurse=False)]
-        of_optimizers = [p for each in self._counts for group in each.param_groups for p in group["params"]]
+        of_optimizers = [p for optimizer in self._counts for group in optimizer.param_groups for p in group["params"]]
         for parameter in (*of_modules, *of_optimizers):
-            _add(known, parameter, WEIGHTS)
+            _add(labels, parameter, WEIGHTS)
             if parameter.is_leaf and parameter.grad is not None:
-                _add(known, parameter.grad, GRADIENTS)
-        for value in tree_leaves([dict(each.state) for each in self._counts]):
+                _add(labels, parameter.grad, GRADIENTS)
+        for value in tree_leaves([dict(optimizer.state) for optimizer in self._counts]):
             if isinstance(value, torch.Tensor):
-                _add(known, value, STATES)
-        self._labels.append(Labels(_now_us(), known))
+                _add(labels, value, STATES)
+        self._labels.append(Labels(_now_us(), labels))
 
     @_harmless
     def _keep_peaks(self) -> None:
@@ -306,10 +306,10 @@ class Watch:
             stats = torch.cuda.memory_stats(device)
             if not stats.get("reserved_bytes.all.peak"):
                 continue
-            found = self._peaks.setdefault(device, {})
+            peaks = self._peaks.setdefault(device, {})
             for name, key in (("allocated", "allocated_bytes.all.peak"), ("reserved", "reserved_bytes.all.peak")):
-                found[name] = max(found.get(name, 0), int(stats[key]))
-            found["retries"] = int(stats["num_alloc_retries"])
+                peaks[name] = max(peaks.get(name, 0), int(stats[key]))
+            peaks["retries"] = int(stats["num_alloc_retries"])
             self._reserved_now[device] = int(stats["reserved_bytes.all.current"])
 
     def _write(self, *, ended: bool) -> None:
@@ -321,19 +321,19 @@ class Watch:
 
     def _write_file(self, *, ended: bool) -> None:
         self._keep_peaks()
-        device = max(self._peaks, key=lambda each: self._peaks[each]["reserved"], default=0)
+        device = max(self._peaks, key=lambda index: self._peaks[index]["reserved"], default=0)
         steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
-        found: dict[str, Any] = {
+        notes: dict[str, Any] = {
             "process": self._process, "rank": _rank(), "device": device, "steps": steps,
             "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
             "reserved_now": self._reserved_now,
             "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
-            "course": self._course.as_object(),
+            "script": self._script.as_object(),
         }  # fmt: skip
         if ended:
-            found["course"]["trains"] = self._trains()
-            found["history"] = self._read_history(device)
-        write_process(self._folder, found)
+            notes["script"]["trains"] = self._trains()
+            notes["history"] = self._read_history(device)
+        write_process(self._folder, notes)
 
     def _trains(self) -> bool:
         """True if a model that can be trained is there, and is not in evaluation."""
@@ -378,11 +378,11 @@ def _is_rehearsal(optimizer: Optimizer) -> bool:
     )
 
 
-def _add(known: dict[int, str], tensor: torch.Tensor, category: str) -> None:
+def _add(labels: dict[int, str], tensor: torch.Tensor, category: str) -> None:
     try:
         storages = get_untyped_storages(tensor)
     except Exception:  # whatever a subclass of tensors makes of it: what is not known has no name
         return
     for storage in storages:
         if storage.device.type == "cuda":
-            known[storage.data_ptr()] = category
+            labels[storage.data_ptr()] = category

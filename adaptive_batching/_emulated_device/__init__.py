@@ -144,16 +144,16 @@ def build() -> Path:
         needed = f"the emulated device needs a C++ compiler, and {compiler!r} is not there"
         raise BuildError(f"{needed}; install g++, or set CXX")
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as made:
-        _compile(compiler, Path(made), _called(callers) | _defined(replaced) | set(TRITON), cuda)
-        (Path(made) / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's launcher is linked to
+    with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+        _compile(compiler, Path(unfinished), _called(callers) | _defined(replaced) | set(TRITON), cuda)
+        (Path(unfinished) / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's launcher is linked to
         try:
-            Path(made).rename(folder)
+            Path(unfinished).rename(folder)
         except OSError:  # another process was first
             if not library.exists():
                 raise
         else:
-            Path(made).mkdir()  # for the context to remove
+            Path(unfinished).mkdir()  # for the context to remove
     return library
 
 
@@ -175,7 +175,7 @@ def _compile(compiler: str, to: Path, wanted: set[str], cuda: str) -> None:
     sources = {path.name: str(path) for path in sorted(SOURCE.glob("*.cpp"))}
     management = sources.pop("nvml.cpp")
     code = "".join(Path(path).read_text() for path in sources.values())
-    answered = {found[0] for found in CALLS.finditer(code)}
+    answered = {match[0] for match in CALLS.finditer(code)}
     absent = sorted(name for name in wanted if not {name, f"{name}_v2"} & answered)
     (to / "absent.inc").write_text("".join(map(_answer, absent)))
     for name, of in (("libcuda.so.1", list(sources.values())), ("libnvidia-ml.so.1", [management])):
@@ -190,8 +190,8 @@ def _symbols(libraries: list[Path], which: str, kinds: str) -> list[str]:
         return []
     command = ["nm", "-D", which, *map(str, libraries)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = [line.split()[-2:] for line in lines if line.strip() and not line.endswith(":")]
-    return [name.partition("@")[0] for kind, name in found if kind in kinds]
+    symbols = [line.split()[-2:] for line in lines if line.strip() and not line.endswith(":")]
+    return [name.partition("@")[0] for kind, name in symbols if kind in kinds]
 
 
 def _defined(libraries: list[Path]) -> set[str]:
@@ -204,7 +204,7 @@ def _called(libraries: list[Path]) -> set[str]:
     names = _symbols(libraries, "--undefined-only", "U")
     for path in libraries:
         if "c10" in path.name:
-            names += [found.decode() for found in DRIVER.findall(path.read_bytes())]
+            names += [name.decode() for name in DRIVER.findall(path.read_bytes())]
     return set(filter(CALLS.fullmatch, names))
 
 

@@ -23,7 +23,7 @@ def main() -> None:
         parser.error(f"--lag {given.lag} is no number of launches; write one, or 'host'")
     try:
         device = EmulatedDevice(
-            memory_bytes=MemoryAmount.parse("--memory", given.memory).of(0),
+            memory_bytes=MemoryAmount.parse("--memory", given.memory).bytes_of(0),
             count=given.devices,
             capability=parse_capability(given.capability),
             lag=None if given.lag == "host" else int(given.lag),

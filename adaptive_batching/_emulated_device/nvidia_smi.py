@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     options = dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
     count = int(os.environ["EMULATED_DEVICE_COUNT"])
     chosen = options.get("id") or _after(arguments, "-i")
-    devices = [int(each) for each in chosen.split(",") if each.isdigit()] if chosen else [*range(count)]
+    devices = [int(number) for number in chosen.split(",") if number.isdigit()] if chosen else [*range(count)]
     devices = [device for device in devices if device < count]
     if not devices:
         print("No devices were found")
@@ -68,18 +68,18 @@ def _card(device: int) -> dict[str, str]:
 def _in_use(device: int) -> list[tuple[int, int]]:
     """Return the processes that use a card, each with the bytes that it has last written down."""
     folder = os.environ.get("ADAPTIVE_BATCHING_DRY_RUN")
-    found = []
+    used = []
     for path in sorted(Path(folder).glob("*.json")) if folder else []:
         process = json.loads(path.read_text())
         reserved = process.get("reserved_now", {}).get(str(device))
         if reserved and Path(f"/proc/{process['process']}").exists():
-            found.append((process["process"], reserved + int(os.environ["EMULATED_DEVICE_CONTEXT"])))
-    return found
+            used.append((process["process"], reserved + int(os.environ["EMULATED_DEVICE_CONTEXT"])))
+    return used
 
 
 def _print_table(asked: str, form: str, rows: list[dict[str, str]]) -> None:
     names = [name.strip() for name in asked.split(",")]
-    choices = [each.strip() for each in form.split(",")]
+    choices = [choice.strip() for choice in form.split(",")]
 
     def unit(name: str) -> str:
         return UNITS.get("memory" if name == "used_memory" else name.split(".")[0], "")

@@ -119,9 +119,9 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
                 return result
             raise
         passed = tree_flatten((args, kwargs))[0]  # and holds its values already
-        for made, value in zip(tree_flatten(result)[0], tree_flatten(values)[0], strict=True):
-            if isinstance(made, torch.Tensor) and not any(made is x for x in passed):
-                _on_host(made).copy_(value)
+        for tensor, value in zip(tree_flatten(result)[0], tree_flatten(values)[0], strict=True):
+            if isinstance(tensor, torch.Tensor) and not any(tensor is x for x in passed):
+                _on_host(tensor).copy_(value)
         return result
 
     return computed
@@ -147,9 +147,9 @@ def _answered_for_all(function: Any, args: Any, kwargs: Any, result: torch.Tenso
 
 def _compared(function: Any, kernel: Any) -> Callable[..., Any]:
     def compared(keys: Any, x: torch.Tensor, other: torch.Tensor) -> Any:
-        found = kernel.call_boxed(keys, x, other)
+        result = kernel.call_boxed(keys, x, other)
         if x.shape != other.shape or (x.dim() == 0 and x.dtype is torch.bool):  # istft: is the window's sum too small?
-            return found
+            return result
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
         return function(*map(_on_host if _is_small(x) else _first, (x, other)))
 
@@ -160,9 +160,9 @@ def _taken_for_true(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a function that finds all true: distributions check parameters with it, and a scale would be zero."""
 
     def all_true(keys: Any, x: torch.Tensor) -> Any:
-        found = kernel.call_boxed(keys, x)
-        _on_host(found).fill_(True)
-        return found
+        result = kernel.call_boxed(keys, x)
+        _on_host(result).fill_(True)
+        return result
 
     return all_true
 
@@ -173,7 +173,7 @@ def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
     def selected(keys: Any, *args: Any, **kwargs: Any) -> Any:
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
         given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
-        return tree_map_only(torch.Tensor, lambda found: found.to(args[0].device), function(*given, **named))
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(args[0].device), function(*given, **named))
 
     return selected
 

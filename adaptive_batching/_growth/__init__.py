@@ -1,1 +1,1 @@
-"""Growth of the batch while training: increase functions, who asks them, and the course of a run."""
+"""Growth of the batch while training: increase functions, who asks them, and the batch schedule of a run."""

@@ -1,7 +1,7 @@
-"""The course of a run whose batch grows: sizes, steps, and where the learning-rate schedule stands.
+"""The schedule of a run whose batch grows: sizes, steps, and where the learning-rate schedule stands.
 
-Everything here is arithmetic on samples and steps. The course is gone through once before training, as far as it can be
-known then, and followed while training.
+Everything here is arithmetic on samples and steps. The schedule is gone through once before training, as far as it
+can be known then, and followed while training.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class BatchSizeSchedule:
         """
         if self.epoch_is_over:
             return None
-        whole = self.shape.reference_steps * self.shape.reference_samples
-        used = min(self._used / whole, Fraction(1)) if whole else Fraction(0)
+        total = self.shape.reference_steps * self.shape.reference_samples
+        used = min(self._used / total, Fraction(1)) if total else Fraction(0)
         return {
             "samples": self.seen_in_epoch * self.shape.replicas,
             "steps": self.steps_in_epoch,
@@ -338,7 +338,7 @@ def plan_batch_sizes(
     """
     maximum = samples if maximum is None else maximum
     name = getattr(increase, "__qualname__", repr(increase))
-    return [each.batch_size for each in plan_decisions(batch_size, increase, name, epochs, samples, maximum)]
+    return [decision.batch_size for decision in plan_decisions(batch_size, increase, name, epochs, samples, maximum)]
 
 
 def plan_decisions(

@@ -198,9 +198,9 @@ class BatchController:
 
     def _ask(self, increase: IncreaseFunction, state: GrowthState) -> int:
         call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"
-        known = {"state": state} if takes_state(increase) else {}
+        extra = {"state": state} if takes_state(increase) else {}
         try:
-            answer = increase(state.epoch, self.batch_size, **known)
+            answer = increase(state.epoch, self.batch_size, **extra)
         except Exception as error:
             raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
         if answer is None:  # as from a function that returns a number only where the batch is to change

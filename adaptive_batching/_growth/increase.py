@@ -110,7 +110,7 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
     path = value if isinstance(value, str) else value["_component_"]
     key = f"batch_increase_function={path!r}"
     try:
-        found = pkgutil.resolve_name(path)
+        function = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         meant = _meant(path)
         remedy = "write the dotted path of a function in a module that the working directory or the environment has"
@@ -118,26 +118,26 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
             as_factory = meant.startswith(_GROWTH) and isinstance(value, str)
             remedy = f"did you mean {_as_component(meant) if as_factory else repr(meant)}?"
         raise IncreaseFunctionError(f"{key} cannot be imported ({error}); {remedy}") from error
-    if not callable(found):
-        raise IncreaseFunctionError(f"{key} is not callable (type {type(found).__name__}); name a function")
-    if isinstance(value, str) and getattr(found, "__module__", None) == _FACTORIES:
+    if not callable(function):
+        raise IncreaseFunctionError(f"{key} is not callable (type {type(function).__name__}); name a function")
+    if isinstance(value, str) and getattr(function, "__module__", None) == _FACTORIES:
         raise IncreaseFunctionError(f"{key} is a factory; write {_as_component(path)}, with its arguments, if any")
     if not isinstance(value, str):
         arguments = {k: v for k, v in value.items() if k != "_component_"}
-        if not _is_increase_function(found, arguments):
-            found = _from_factory(key, found, arguments)
+        if not _is_increase_function(function, arguments):
+            function = _from_factory(key, function, arguments)
         elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
             dropped = ", ".join(arguments)
             log.warning("%s is the increase function itself, not a factory; ignoring its arguments: %s", key, dropped)
     try:
-        check_signature(key, found)
+        check_signature(key, function)
     except IncreaseFunctionError as error:
         if not isinstance(value, str):
             raise
         raise IncreaseFunctionError(
             f"{error}; if it is a factory, write {_as_component(path)}, with its arguments"
         ) from None
-    return path, found
+    return path, function
 
 
 def _as_component(path: str) -> str:
@@ -199,8 +199,12 @@ def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str,
 
 def _check_arguments(used: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
     """Raise IncreaseFunctionError if a factory does not take these arguments, with what was meant."""
-    parameters = {name: each for name, each in signature.parameters.items() if each.kind != each.VAR_POSITIONAL}
-    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    parameters = {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind != parameter.VAR_POSITIONAL
+    }
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     takes = ", ".join(parameters) or "none"
     for name in () if takes_any else arguments.keys() - parameters.keys():
         close = difflib.get_close_matches(name, parameters, n=1)
@@ -211,7 +215,9 @@ def _check_arguments(used: str, signature: inspect.Signature, arguments: Mapping
         )
         raise IncreaseFunctionError(f"{used} has no argument {name!r}, but: {takes}; {remedy}")
     required = [
-        name for name, each in parameters.items() if each.default is each.empty and each.kind != each.VAR_KEYWORD
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
     ]
     if missing := [name for name in required if name not in arguments]:
         raise IncreaseFunctionError(

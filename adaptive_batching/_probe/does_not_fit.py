@@ -32,7 +32,7 @@ class DoesNotFitError(AdaptiveBatchingError, RuntimeError):
 
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Return the peak bytes that training may take: used plus free, within ``memory_limit``, else less ``headroom``."""
-    headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
+    headroom = config.headroom.bytes_of(meter.total_bytes) if config.memory_limit is None else 0
     return max(memory_available(config, meter) - headroom, 0)
 
 
@@ -44,7 +44,7 @@ def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
 
 def _allowed(limit: MemoryAmount, meter: MemoryMeter) -> int:
     """Return what is left of ``limit`` for what the meter counts: it is for all that the process takes."""
-    return limit.of(meter.total_bytes) - meter.outside_bytes()
+    return limit.bytes_of(meter.total_bytes) - meter.outside_bytes()
 
 
 def _free_bytes(meter: MemoryMeter) -> int:
@@ -69,9 +69,9 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
     A ``memory_limit`` above what the device has is said once.
     """
     total = meter.total_bytes
-    if (limit := config.memory_limit) is not None and limit.of(total) > total:
+    if (limit := config.memory_limit) is not None and limit.bytes_of(total) > total:
         _say_that_limit_is_above(str(limit), memory_size(total))
-    problems = [each for each in ranks.gather(_no_room(config, meter, added)) if each]
+    problems = [problem for problem in ranks.gather(_no_room(config, meter, added)) if problem]
     if problems:
         raise ConfigError(problems[0])
 
@@ -85,14 +85,14 @@ def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> 
     used, free = meter.used_bytes(), _free_bytes(meter)
     if config.memory_limit is not None:
         taken = used + added + meter.outside_bytes()
-        if config.memory_limit.of(meter.total_bytes) > taken:
+        if config.memory_limit.bytes_of(meter.total_bytes) > taken:
             return None
         return (
             f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step: "
             f"{memory_size(taken)} are in use already; write how much training may use in total, out of the device's "
             f"{memory_size(meter.total_bytes)}"
         )
-    headroom = config.headroom.of(meter.total_bytes)
+    headroom = config.headroom.bytes_of(meter.total_bytes)
     if free > max(headroom, added):
         return None
     return (

@@ -141,7 +141,7 @@ class _Search:
         level = ranks.largest(self._meter.used_bytes() - traced.curve.resting_bytes - self._spare_bytes)
         self._level = level
         if segments is not None and traced.is_uniform:
-            peaks = ReservedPeaks(traced.at, _ALLOCATORS[segments], makes_states=trial.makes_states)
+            peaks = ReservedPeaks(traced.record_at, _ALLOCATORS[segments], makes_states=trial.makes_states)
 
             def count(batch_size: int) -> tuple[float, float, float]:
                 once, repeated, least = peaks(batch_size)
@@ -184,8 +184,8 @@ class _Search:
                 self.traced = _trace(step)
                 # What a trace does not see: libraries on the CPU, nothing on an accelerator.
                 states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-                known = [*step.model.parameters(), *step.model.buffers(), *states]
-                self._level = meter.used_bytes() - sum(v.nbytes for v in known if isinstance(v, torch.Tensor))
+                seen = [*step.model.parameters(), *step.model.buffers(), *states]
+                self._level = meter.used_bytes() - sum(v.nbytes for v in seen if isinstance(v, torch.Tensor))
             if self.traced is not None:
                 predicted = self.traced.curve.peak_bytes(1) + self._level
         except (RuntimeError, MemoryError) as error:
@@ -204,19 +204,19 @@ class _Search:
         ran = [m.batch_size for m in sizes.measurements]
         next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
         last = max(next_size, sizes.candidates[-1] if self.settled else 0, *ran)
-        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
+        curve = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
         points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
-        return [(b, int(known.peak_bytes(b))) for b in sorted(points)]
+        return [(b, int(curve.peak_bytes(b))) for b in sorted(points)]
 
-    def exact(self, sizes: SizesRun) -> int | None:
+    def unrounded_maximum(self, sizes: SizesRun) -> int | None:
         """Return the largest size that is predicted to fit, where larger than the answer, which memory bounds."""
         if self.traced is None or not self._rounds or sizes.low + 1 == len(sizes.candidates):
             return None
-        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
-        found, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
-        above = range(found + 1, beyond)
-        count = bisect_right(above, sizes.budget_bytes, key=lambda size: int(known.peak_bytes(size)))
-        return found + count if count else None
+        curve = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
+        rounded, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
+        above = range(rounded + 1, beyond)
+        count = bisect_right(above, sizes.budget_bytes, key=lambda size: int(curve.peak_bytes(size)))
+        return rounded + count if count else None
 
 
 def find_maximum_batch_size(
@@ -253,8 +253,8 @@ def find_maximum_batch_size(
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
         def run(batch: Any) -> None:
-            if (found := loss(model, batch)) is not None:
-                found.backward()  # type: ignore[no-untyped-call]
+            if (value := loss(model, batch)) is not None:
+                value.backward()  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -319,13 +319,13 @@ def find_largest(
     batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else request.upper_reason
     predicted, moment, kinds = search.predicted(sizes), "", dict[str, int]()
     if traced is not None and traced.is_uniform:
-        moment, kinds = traced.at(settled or batch_size).at_peak()
+        moment, kinds = traced.record_at(settled or batch_size).at_peak()
     is_blind = traced is None and config.search == "predict"
     result = ProbeResult(
         batch_size, "larger forwards would gain little" if settled else reason, sizes.budget_bytes, meter.total_bytes,
         search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
         measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
-        exact=None if settled else search.exact(sizes),
+        exact=None if settled else search.unrounded_maximum(sizes),
     )  # fmt: skip
     _log_result(result)
     return result
@@ -352,8 +352,8 @@ def _log_result(result: ProbeResult) -> None:
 def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     """Return the largest answer of all ranks, or None if one of them does not know."""
     here = enough()
-    known, wanted = ranks.all(here is not None), int(ranks.largest(here or 0))
-    return wanted if known else None
+    has_answer, wanted = ranks.all(here is not None), int(ranks.largest(here or 0))
+    return wanted if has_answer else None
 
 
 def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep | None:

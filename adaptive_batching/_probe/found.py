@@ -124,13 +124,13 @@ class Found:
         """
         result = ProbeResult.from_dict(values["result"])
         conditions = Conditions(**values["conditions"])
-        found = cls(**{**values, "result": result, "conditions": conditions})
-        numbers = (result.batch_size, result.budget_bytes, found.upper, found.tokens, found.samples)
-        if not all(isinstance(each, int) and each >= 1 for each in numbers):
+        read = cls(**{**values, "result": result, "conditions": conditions})
+        numbers = (result.batch_size, result.budget_bytes, read.upper, read.tokens, read.samples)
+        if not all(isinstance(number, int) and number >= 1 for number in numbers):
             raise ValueError(f"sizes of {numbers}")
         if result.batch_size not in [m.batch_size for m in result.measurements if m.peak_bytes is not None]:
             raise ValueError(f"a batch size of {result.batch_size}, which has not run")
-        return found
+        return read
 
 
 def taken_again(
@@ -189,13 +189,19 @@ def settings_of_memory(settings: AdaptiveBatchingConfig, request: ProbeRequest) 
 def described(model: nn.Module) -> dict[str, Any]:
     """Return the class of a model, its parameters, and the implementations of attention that it has chosen."""
     parameters = list(model.named_parameters())
-    lines = [f"{name} {list(each.shape)} {each.dtype} {each.requires_grad}" for name, each in parameters]
+    lines = [
+        f"{name} {list(parameter.shape)} {parameter.dtype} {parameter.requires_grad}" for name, parameter in parameters
+    ]
     configs = [getattr(module, "config", None) for module in model.modules()]
-    attention = {str(found) for each in configs if (found := getattr(each, "_attn_implementation", None)) is not None}
+    attention = {
+        str(implementation)
+        for config in configs
+        if (implementation := getattr(config, "_attn_implementation", None)) is not None
+    }
     return {
         "class": type(model).__name__,
-        "parameters": sum(each.numel() for _, each in parameters),
-        "trained": sum(each.numel() for _, each in parameters if each.requires_grad),
+        "parameters": sum(parameter.numel() for _, parameter in parameters),
+        "trained": sum(parameter.numel() for _, parameter in parameters if parameter.requires_grad),
         "names, shapes and dtypes": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
         "attention": sorted(attention),
     }
@@ -213,13 +219,13 @@ def described_devices(meter: MemoryMeter, ranks: int, *, is_sharded: bool) -> di
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of Python, this package, torch, and those of ``packages`` that are installed."""
-    found = {"Python": platform.python_version(), "adaptive_batching": adaptive_batching.__version__}
+    versions = {"Python": platform.python_version(), "adaptive_batching": adaptive_batching.__version__}
     for name in ("torch", *packages):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def plain(values: Any) -> Any:

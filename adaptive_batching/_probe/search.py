@@ -64,8 +64,8 @@ class CorrectedCurve:
     def _measured(self) -> list[tuple[int, int]]:
         """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending."""
         # Those at which the allocator emptied its cache took what the limit left them.
-        known = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
-        return sorted(known.items())[-2:]
+        peaks = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
+        return sorted(peaks.items())[-2:]
 
     @property
     def _overhead(self) -> float:
@@ -144,8 +144,9 @@ class CorrectedCurve:
         if answer.retries:
             needed, budget, at = self.peak_bytes(size), self.sizes.budget_bytes, answer.batch_size
             # Does training at the answer go on, by the curve, once the allocator has emptied its cache?
-            known = self._count is not None and bool(self._measured) and self.peak_bytes(at) <= budget
-            if not known or self._correction(self._measured)(self._as_run(at)) <= budget:  # only what is in use is sure
+            is_known = self._count is not None and bool(self._measured) and self.peak_bytes(at) <= budget
+            # Only what is in use is sure.
+            if not is_known or self._correction(self._measured)(self._as_run(at)) <= budget:
                 needed = (answer.peak_bytes or 0) / answer.overhead + self._predict(size) - self._predict(at)
             return needed > (1 + CERTAIN_EXCESS) * budget
         if len(self._measured) < 2:

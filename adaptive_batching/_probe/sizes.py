@@ -148,10 +148,10 @@ class SizesRun:
 
     def _least_peak(self, size: int) -> float:
         """Bound the peak from below: it is convex, so it lies above the line through the two largest that fitted."""
-        known = sorted((at, peak) for at, peak in self._peaks.items() if peak)
-        if len(known) < 2:
+        peaks = sorted((at, peak) for at, peak in self._peaks.items() if peak)
+        if len(peaks) < 2:
             return 0.0
-        (b0, peak0), (b1, peak1) = known[-2:]
+        (b0, peak0), (b1, peak1) = peaks[-2:]
         return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
 
     def confirm(self) -> bool:
@@ -221,9 +221,9 @@ class SizesRun:
     @property
     def found(self) -> int | None:
         """Largest batch size that ran and fitted, or None if no candidate has."""
-        found = self.candidates[self.low] if self.low >= 0 else None
-        assert found is None or found in self._peaks
-        return found
+        largest = self.candidates[self.low] if self.low >= 0 else None
+        assert largest is None or largest in self._peaks
+        return largest
 
 
 def candidate_sizes(
@@ -238,7 +238,7 @@ def candidate_sizes(
     if not (powers_of_two or coarse):
         return range(1, upper + 1)
     digits = range(1, 2) if powers_of_two else range(1, 16)
-    sizes = {each << zeros for zeros in range(upper.bit_length()) for each in digits}
+    sizes = {digit << zeros for zeros in range(upper.bit_length()) for digit in digits}
     sizes |= {include or 1} if powers_of_two else {include or 1, upper}
     return sorted(size for size in sizes if size <= upper)
 
@@ -269,7 +269,7 @@ class ProbeResult:
     peak_moment: str = ""
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
     peak_kinds: dict[str, int] = field(default_factory=dict)
-    """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.KINDS`) that are alive then."""
+    """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.MEMORY_KINDS`) that are alive then."""
     exact: int | None = None
     """Largest size that is predicted to fit where :attr:`batch_size` is rounded down to a power of two; else None."""
 

@@ -138,7 +138,7 @@ class Trial:
 
     def _stepped(self) -> list[Optimizer]:
         """Return the optimizers that a trial steps, if only to make their states."""
-        return [each for each in self._step.optimizers if self._step.updates or not has_states(each)]
+        return [optimizer for optimizer in self._step.optimizers if self._step.updates or not has_states(optimizer)]
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
         try:
@@ -212,8 +212,8 @@ def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.
 
 
 def _in_groups(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    found = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return list({id(p): p for p in found}.values())
+    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(p): p for p in parameters}.values())
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ def kept_aside(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Iterato
     folder = _folder_with_room(in_file, scratch)
     log.info(
         "weights and optimizer states are saved while probing: %s in a file in %s, %s in the host's memory",
-        _gib(in_file), folder, _gib(on_device + on_host - in_file)
+        memory_size(in_file), folder, memory_size(on_device + on_host - in_file)
     )  # fmt: skip
     copies: list[torch.Tensor | None] = []  # None for those in the file
     file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed below, where that may fail)
@@ -297,10 +297,10 @@ def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
     for folder in folders:
         if _free_bytes(folder) > num_bytes:
             return folder
-    tried = ", ".join(f"{folder} has {_gib(_free_bytes(folder))} free" for folder in folders)
+    tried = ", ".join(f"{folder} has {memory_size(_free_bytes(folder))} free" for folder in folders)
     raise ConfigError(
-        f"the probe has to save {_gib(num_bytes)} of weights and optimizer states, but {tried}; set the environment "
-        f"variable TMPDIR to a folder on a larger disk"
+        f"the probe has to save {memory_size(num_bytes)} of weights and optimizer states, but {tried}; set the "
+        f"environment variable TMPDIR to a folder on a larger disk"
     )
 
 
@@ -313,7 +313,3 @@ def _free_bytes(folder: Path) -> int:
     kinds = [(point, kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(point)]
     _, kind = max(kinds, key=lambda mount: len(mount[0]), default=("", ""))
     return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -149,13 +149,13 @@ class Ranks:
             result = function()
         except Exception as error:
             failure = error
-        found = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        answers = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
-        for rank, (_, words) in enumerate(found):
+        for rank, (_, words) in enumerate(answers):
             if words is not None:
                 raise OtherRankError(f"on rank {rank}, {words}")
-        return [each for each, _ in found]
+        return [answer for answer, _ in answers]
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank only, and return its result, or raise its error, on every rank."""

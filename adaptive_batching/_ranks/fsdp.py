@@ -110,7 +110,7 @@ class _Collective:
     operation: Any = None
 
     @classmethod
-    def of(cls, output: torch.Tensor, given: torch.Tensor, group: Any, operation: Any = None) -> _Collective:
+    def as_issued(cls, output: torch.Tensor, given: torch.Tensor, group: Any, operation: Any = None) -> _Collective:
         return cls(tuple(output.shape), tuple(given.shape), given.dtype, given.device, group, operation)
 
     @property
@@ -220,8 +220,8 @@ class MicroBatchCollectives:
         Ranks that have finished the same micro-batches have issued the same collectives, so all of them know whether
         the sequence varies.
         """
-        known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
-        return known and not self._varies
+        is_known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
+        return is_known and not self._varies
 
     @contextlib.contextmanager
     def squared_norms(self) -> Iterator[list[torch.Tensor]]:
@@ -288,7 +288,7 @@ def _issue(issued: _Issued, call: Callable[..., Any], arguments: tuple[Any, ...]
     what they wait for is not known then. Issued again, it might be one too many, and left out, one too few.
     """
     _check_room(*arguments[:2])
-    collective = _Collective.of(*arguments)
+    collective = _Collective.as_issued(*arguments)
     waits = not async_op and collective.device.type == "cpu"
     before = _num_issued(collective)
     issued.before = issued.before if issued else before

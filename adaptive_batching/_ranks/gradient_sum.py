@@ -49,7 +49,7 @@ class GradientSum:
     def run(self, scale: float = 1.0) -> None:
         """Replace each gradient by its sum over ranks times ``scale``; what no rank has used keeps none."""
         trained = self._trained()
-        used = [any(each) for each in zip(*self._ranks.gather(self._has_gradient), strict=True)]
+        used = [any(on_ranks) for on_ranks in zip(*self._ranks.gather(self._has_gradient), strict=True)]
         for parameter, is_used in zip(trained, used, strict=True):
             if not is_used:
                 parameter.grad = None

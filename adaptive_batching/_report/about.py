@@ -42,6 +42,6 @@ def _processor() -> str:
     """Return the name of the host's processor and the number of its cores, as far as the system tells."""
     name = platform.machine()
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-        name = name if found is None else found[1]
+        model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+        name = name if model is None else model[1]
     return f"{name}, {os.cpu_count()} cores"

@@ -35,8 +35,8 @@ def from_stock(run: Run) -> tuple[str, list[tuple[str, list[str]]]] | None:
 
 def _differences(configs: list[Any]) -> list[tuple[str, list[str]]]:
     flat = []
-    for each in configs:
-        config = dict(_flattened(each))
+    for nested in configs:
+        config = dict(_flattened(nested))
         folder = config.pop("output_dir", "")
         flat.append({key: value.replace(folder, "${output_dir}") if folder else value for key, value in config.items()})
     if not all(flat):

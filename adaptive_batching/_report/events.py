@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
-KINDS = (
+EVENT_KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
     "epoch", "change", "step", "recovery", "validation", "noise", "took", "error", "end",
 )  # fmt: skip
@@ -116,7 +116,7 @@ class Row:
     padded_tokens: int = 0
 
     @classmethod
-    def of(cls, decision: Mapping[str, Any]) -> Row:
+    def of_decision(cls, decision: Mapping[str, Any]) -> Row:
         """Return the row of an ``epoch`` or a ``change``, without steps."""
         return cls(decision["epoch"], decision["batch_size"], decision["reason"], decision.get("global_batch_size", 0))
 
@@ -138,9 +138,11 @@ class Row:
 
 
 def rows_of(events: Events) -> list[Row]:
-    decisions = sorted([*events["epoch"], *events["change"]], key=lambda each: (each["step"], each["epoch"]))
-    rows = [Row.of(each) for each in decisions]
-    starts = [each["step"] for each in decisions]
+    decisions = sorted(
+        [*events["epoch"], *events["change"]], key=lambda decision: (decision["step"], decision["epoch"])
+    )
+    rows = [Row.of_decision(decision) for decision in decisions]
+    starts = [decision["step"] for decision in decisions]
     for step in events["step"]:
         row = bisect.bisect_left(starts, step["step"]) - 1  # the last decision before the step
         if row >= 0:
@@ -150,18 +152,18 @@ def rows_of(events: Events) -> list[Row]:
 
 def by_dataset(validations: Iterable[Event]) -> dict[str, list[Event]]:
     """Return the validations on each set of data, by `` on name``; the name is empty if there is only one set."""
-    found: dict[str, list[Event]] = {}
-    for each in validations:
-        found.setdefault(f" on {each['dataset']}" if each.get("dataset") else "", []).append(each)
-    return found
+    by_name: dict[str, list[Event]] = {}
+    for validation in validations:
+        by_name.setdefault(f" on {validation['dataset']}" if validation.get("dataset") else "", []).append(validation)
+    return by_name
 
 
 def find_record(path: Path) -> Path:
     """Return the record of a run, given its output directory, the record's folder or the record."""
     tried = [path, path / RECORD, path / FOLDER / RECORD]
-    for found in tried:
-        if found.is_file():
-            return found
+    for record in tried:
+        if record.is_file():
+            return record
     raise RecordError(
         f"there is no record of a run in {path} (neither {tried[1]} nor {tried[2]}); give the output_dir of a run, or "
         f"its adaptive_batching.report_dir"
@@ -194,7 +196,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 def read_events(path: Path) -> Events:
     """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts."""
-    events: Events = {kind: [] for kind in KINDS}
+    events: Events = {kind: [] for kind in EVENT_KINDS}
     for kind, values in lines_that_count(path):
         if kind == "run" and values.get("version", VERSION) > VERSION:
             raise RecordError(
@@ -232,7 +234,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Event]]:
         for line in file:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
-                if isinstance(event, dict) and event.get("event") in KINDS:
+                if isinstance(event, dict) and event.get("event") in EVENT_KINDS:
                     yield event.pop("event"), event
 
 

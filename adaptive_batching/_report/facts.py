@@ -9,9 +9,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from adaptive_batching._report.events import Event, Row, Run, by_dataset, rows_of
-from adaptive_batching._values import ConfigError, MemoryAmount
+from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
-_KIB, _MIB, GIB = 2**10, 2**20, 2**30
 NOT_RECORDED = "not recorded"
 
 # Factor by which a step may take longer for each doubling of the batch where growth can pay, and from which on it does
@@ -42,14 +41,6 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def size(num_bytes: float) -> str:
-    if abs(num_bytes) >= 10 * GIB:
-        return f"{num_bytes / GIB:,.1f} GiB"
-    if abs(num_bytes) >= _MIB:
-        return f"{num_bytes / _MIB:,.0f} MiB"
-    return f"{num_bytes / _KIB:,.1f} KiB"
-
-
 def duration(seconds: float) -> str:
     """Return a time: ``0.35 s``, ``12.3 s``, ``5 min 02 s``, ``3 h 07 min``."""
     if seconds < 1:
@@ -69,7 +60,7 @@ def loss(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 0.1 or not math.isfinite(value) else f"{value:.3g}"
 
 
-def of(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
@@ -84,7 +75,9 @@ def facts(run: Run) -> list[Fact]:
     tokens, padded = sum(row.tokens for row in rows), sum(row.padded_tokens for row in rows)
     samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(rows, run.events["validation"])
     dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
-    epochs = of(len(run.events["epoch"]), "epoch") + (f"; {count(dropped)} left over at their ends" if dropped else "")
+    epochs = plural(len(run.events["epoch"]), "epoch") + (
+        f"; {count(dropped)} left over at their ends" if dropped else ""
+    )
     speed, padding = Fact("Tokens per second", NOT_RECORDED), Fact("Padding", NOT_RECORDED)
     if tokens:
         where = "; tokens of one device" if (run.last("run") or {}).get("ranks", 1) > 1 else ""
@@ -122,8 +115,8 @@ def _time(run: Run, of_steps: float) -> Fact:
     """Return the time of a run from its beginning to its end, and what took it, as far as that is known."""
     begun, ends, probe = run.events["run"], [*run.events["end"], *run.events["error"]], run.last("probe") or {}
     parts = {"probe": probe.get("waited", 0.0), "steps": of_steps}
-    for each in run.events["took"]:
-        parts[f"{each['what']}s"] = parts.get(f"{each['what']}s", 0.0) + each["seconds"]
+    for pause in run.events["took"]:
+        parts[f"{pause['what']}s"] = parts.get(f"{pause['what']}s", 0.0) + pause["seconds"]
     parts = {name: seconds for name, seconds in parts.items() if seconds}
     total = sum(parts.values())
     if len(begun) == 1 and ends:  # what passed before a run was resumed is not known
@@ -149,7 +142,7 @@ def memory_limit(run: Run) -> tuple[int, str] | None:
         return None
     if limit.num_bytes is None and total is None:
         return None
-    return limit.of(total or 0), "memory_limit"
+    return limit.bytes_of(total or 0), "memory_limit"
 
 
 def _peak(run: Run) -> Fact:
@@ -158,10 +151,10 @@ def _peak(run: Run) -> Fact:
         return Fact("Peak memory", NOT_RECORDED)
     limit, more = memory_limit(run), ""
     if limit is not None:
-        more = f"of {size(limit[0])}, {limit[1]}"
-        if max(peaks) > limit[0] and any(each["what"] == "checkpoint" for each in run.events["took"]):
+        more = f"of {memory_size(limit[0])}, {limit[1]}"
+        if max(peaks) > limit[0] and any(pause["what"] == "checkpoint" for pause in run.events["took"]):
             more += "; checkpoints are saved outside of it"
-    return Fact("Peak memory", size(max(peaks)), more, max(peaks))
+    return Fact("Peak memory", memory_size(max(peaks)), more, max(peaks))
 
 
 def _state(run: Run) -> str:
@@ -188,15 +181,15 @@ def _batch_size(rows: list[Row]) -> tuple[str, str]:
     return value, f"samples per device; {globally} per optimizer step"
 
 
-def exact(probe: Event) -> int | None:
+def unrounded_maximum(probe: Event) -> int | None:
     """Return the size that would fit where the probe has rounded it down, else None."""
-    found = probe.get("exact")
-    return found if found is not None and found > probe["batch_size"] and probe.get("enough") is None else None
+    largest = probe.get("exact")
+    return largest if largest is not None and largest > probe["batch_size"] and probe.get("enough") is None else None
 
 
 def bound(probe: Event) -> str:
     """Return what bounds the size that a probe has found."""
-    if (fits := exact(probe)) is None:
+    if (fits := unrounded_maximum(probe)) is None:
         return str(probe["reason"])
     rounded = f"rounded down to {count(probe['batch_size'])} (round_to_power_of_two)"
     return f"{probe['reason']}: about {count(fits)} fit, {rounded}"
@@ -256,7 +249,7 @@ def model(run: Run) -> str:
     return str(component.get("_component_", "")).rpartition(".")[2] if isinstance(component, Mapping) else ""
 
 
-def where(run: Run) -> str:
+def describe(run: Run) -> str:
     """Return the recipe or trainer, the device and the time of a run; empty if the record does not say."""
     begun = run.last("run")
     if begun is None:
@@ -288,7 +281,7 @@ def cost_of_growth(probe: Mapping[str, Any]) -> str:
     d-th root of their times. Empty where fewer than two sizes ran to their end, a doubling apart. The verdict is the
     rule of docs/grow-the-batch.md, "Does it help?", which rests on one small model.
     """
-    ran = {each["batch_size"]: each["seconds"] for each in probe["measurements"] if each["peak_bytes"] is not None}
+    ran = {trial["batch_size"]: trial["seconds"] for trial in probe["measurements"] if trial["peak_bytes"] is not None}
     small, large = min(ran, default=1), max(ran, default=1)
     if large < 2 * small or min(ran[small], ran[large]) <= 0:
         return ""
@@ -305,33 +298,33 @@ def cost_of_growth(probe: Mapping[str, Any]) -> str:
 
 def first_too_large(predicted: Iterable[Sequence[int]], fits: int, budget_bytes: int) -> Sequence[int] | None:
     """Return the first (batch size, peak in bytes) predicted above the size that fits and the budget, if any."""
-    return next((each for each in predicted if each[0] > fits and each[1] > budget_bytes), None)
+    return next(((size, peak) for size, peak in predicted if size > fits and peak > budget_bytes), None)
 
 
 def probe_in_words(probe: Event) -> list[str]:
     """Return what a probe has found, a sentence each."""
-    length, budget = count(probe["sequence_length"]), size(probe["budget_bytes"])
-    steps = sum(each.get("steps", 1) for each in probe["measurements"])
-    failed = sum(each["peak_bytes"] is None for each in probe["measurements"])
+    length, budget = count(probe["sequence_length"]), memory_size(probe["budget_bytes"])
+    steps = sum(trial.get("steps", 1) for trial in probe["measurements"])
+    failed = sum(trial["peak_bytes"] is None for trial in probe["measurements"])
     how = (
-        f"Found by {probe['search']} with {of(steps, 'training step')}, {count(failed) if failed else 'none'} of them "
-        f"out of memory, in {duration(probe['seconds'])}."
+        f"Found by {probe['search']} with {plural(steps, 'training step')}, {count(failed) if failed else 'none'} of "
+        f"them out of memory, in {duration(probe['seconds'])}."
     )
-    peaks = {each["batch_size"]: each["peak_bytes"] for each in probe["measurements"]}
-    took = size(peaks[probe["batch_size"]])
+    peaks = {trial["batch_size"]: trial["peak_bytes"] for trial in probe["measurements"]}
+    took = memory_size(peaks[probe["batch_size"]])
     if probe.get("enough") is not None:
         return [
-            f"Forwards of up to {of(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones would "
-            f"gain little. At most {count(probe['batch_size'])} have run, which took {took} of {budget}.",
+            f"Forwards of up to {plural(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones "
+            f"would gain little. At most {count(probe['batch_size'])} have run, which took {took} of {budget}.",
             how,
         ]
     words = [
-        f"At most {of(probe['batch_size'], 'sample')} of {length} tokens, bound by {probe['reason']}: a full training "
-        f"step took {took} of {budget}."
+        f"At most {plural(probe['batch_size'], 'sample')} of {length} tokens, bound by {probe['reason']}: a full "
+        f"training step took {took} of {budget}."
     ]
-    if (fits := exact(probe)) is not None:
+    if (fits := unrounded_maximum(probe)) is not None:
         words.append(f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two).")
     too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if too_large is not None:
-        words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
+        words.append(f"A step of {count(too_large[0])} would take about {memory_size(too_large[1])}.")
     return [*words, how]

@@ -15,8 +15,8 @@ from typing import Any
 
 import adaptive_batching._report.sections as sections
 from adaptive_batching._report.events import RecordError, Run, read_runs
-from adaptive_batching._report.facts import GIB, exact, memory_limit, model, where
-from adaptive_batching._report.sections import MIB, Curves, Html, curves_of, each_run, some, tag
+from adaptive_batching._report.facts import describe, memory_limit, model, unrounded_maximum
+from adaptive_batching._report.sections import GIB, MIB, Curves, Html, curves_of, each_run, some, tag
 
 PAGE = "report.html"
 MOST_POINTS = 1200
@@ -106,7 +106,7 @@ def _page_of(runs: list[Run]) -> str:
     ]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     models = ", ".join(dict.fromkeys(filter(None, map(model, runs))))
-    said = where(runs[0]) if len(runs) == 1 else ""
+    said = describe(runs[0]) if len(runs) == 1 else ""
     made_from = f"Made from {', '.join(str(run.path) for run in runs)}. To make it again: "
     again = f"adaptive-batching report {' '.join(str(run.path.parent) for run in runs)}"
     drawn = json.dumps(_data_of(runs, curves), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -132,12 +132,12 @@ def _data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
         "runs": [
             {
                 "name": run.name,
-                "columns": each.columns,
-                "epochs": each.epochs,
-                "recoveries": each.recoveries,
+                "columns": curve.columns,
+                "epochs": curve.epochs,
+                "recoveries": curve.recoveries,
                 "limit": None if (limit := memory_limit(run)) is None else round(limit[0] / MIB, 1),
             }
-            for run, each in zip(runs, curves, strict=True)
+            for run, curve in zip(runs, curves, strict=True)
         ],
         "charts": {
             name: {
@@ -155,8 +155,8 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
     probe = run.last("probe")
     if probe is None:
         return None
-    name, unit = ("GiB", GIB) if probe["budget_bytes"] >= 10 * GIB else ("MiB", MIB)
-    ran = [(each["batch_size"], each["peak_bytes"]) for each in probe["measurements"]]
+    name, unit = ("GiB", GIB) if probe["budget_bytes"] >= GIB else ("MiB", MIB)
+    ran = [(trial["batch_size"], trial["peak_bytes"]) for trial in probe["measurements"]]
     return {
         "unit": name,
         "budget": round(probe["budget_bytes"] / unit, 3),
@@ -164,7 +164,7 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
         "measured": [[size, round(peak / unit, 3)] for size, peak in ran if peak is not None],
         "failed": [size for size, peak in ran if peak is None],
         "chosen": probe.get("enough") or probe["batch_size"],
-        "exact": exact(probe),
+        "exact": unrounded_maximum(probe),
     }
 
 

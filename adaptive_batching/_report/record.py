@@ -119,8 +119,8 @@ class Report(Watcher):
     def exploration(self, result: Exploration) -> None:
         best, base = result.recommended, result.estimates[0]
         self._write("exploration", **dataclasses.asdict(result))
-        found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
-        self._found.append(("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100"))
+        fastest = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
+        self._found.append(("micro_batch_size", f"{fastest}, confidence {100 * best.confidence:.0f} of 100"))
 
     def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
         """Record and log what each remaining epoch is expected to do; unless ``decided``, the batch may grow."""
@@ -268,9 +268,11 @@ class Report(Watcher):
         """Update the table with an event."""
         if event == "epoch":  # an epoch that runs again, as after a resume, counts once
             self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
-            self._validations = [each for each in self._validations if each["epoch"] < values["epoch"]]
+            self._validations = [
+                validation for validation in self._validations if validation["epoch"] < values["epoch"]
+            ]
         if event in ("epoch", "change"):
-            self._rows.append(Row.of(values))
+            self._rows.append(Row.of_decision(values))
         elif event == "step" and self._rows:
             self._rows[-1].add(values)
         elif event == "validation":

@@ -11,8 +11,9 @@ from itertools import accumulate
 import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
+from adaptive_batching._values import memory_size
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 _COLOURS = 8  # of runs, and of kinds of memory
 # Steps from which a running mean of the loss is drawn, and the share of the steps that it covers.
 _STEPS_TO_SMOOTH = 40
@@ -44,7 +45,7 @@ class Curves:
 
 def lines_of(chart: str, curves: Sequence[Curves]) -> list[tuple[str, str]]:
     """Return (column, label) of the lines of a chart, with one for each set of data that was validated on."""
-    sets = [name for each in curves for name in each.columns if name.startswith("validation on ")]
+    sets = [name for curve in curves for name in curve.columns if name.startswith("validation on ")]
     return [*CHARTS[chart][2], *((name, name) for name in dict.fromkeys(sets) if chart == "loss")]
 
 
@@ -54,7 +55,7 @@ def curves_of(events: Events, most_points: int) -> Curves:
     size = max(1, math.ceil(len(steps) / most_points))
     noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
     validations = {
-        f"validation{on}": {each["step"]: each["loss"] for each in of_set}
+        f"validation{on}": {validation["step"]: validation["loss"] for validation in of_set}
         for on, of_set in by_dataset(events["validation"]).items()
     }
     window = max(5, len(steps) // _SMOOTHED_SHARE)
@@ -87,8 +88,8 @@ def curves_of(events: Events, most_points: int) -> Curves:
     epochs = [at for at, step, after in zip(seen, steps, steps[1:], strict=False) if after["epoch"] != step["epoch"]]
     before = [0, *(step.get("recoveries", 0) for step in steps)]
     recoveries = [at for at, step, last in zip(seen, steps, before, strict=False) if step.get("recoveries", 0) > last]
-    known = {name: column for name, column in columns.items() if any(value is not None for value in column)}
-    return Curves(known, size, window, epochs, recoveries)
+    drawn = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    return Curves(drawn, size, window, epochs, recoveries)
 
 
 def _ratio(value: float, other: float) -> float | None:
@@ -100,8 +101,8 @@ def _known(steps: Sequence[Event], key: str) -> list[float]:
 
 
 def _last(by_step: Mapping[int, float | None], steps: Sequence[Event]) -> float | None:
-    known = (by_step.get(step["step"]) for step in reversed(steps))
-    return next((value for value in known if value is not None), None)
+    values = (by_step.get(step["step"]) for step in reversed(steps))
+    return next((value for value in values if value is not None), None)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -122,7 +123,7 @@ def tag(name: str, *contents: str, **attributes: str) -> Html:
     """
     named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value}
     given = "".join(f' {key}="{escape(value)}"' for key, value in named.items())
-    inside = "".join(each if isinstance(each, Html) else escape(each) for each in contents)
+    inside = "".join(content if isinstance(content, Html) else escape(content) for content in contents)
     return Html(f"<{name}{given}>{inside}</{name}>")
 
 
@@ -139,8 +140,8 @@ def table(
     def cell(column: int, content: str, scope: str) -> Html:
         return tag("th" if scope else "td", content, class_="words" if column in words else "", scope=scope)
 
-    head = tag("tr", *(cell(at, each, "col") for at, each in enumerate(header)))
-    body = [tag("tr", *(cell(at, each, "" if at else "row") for at, each in enumerate(row))) for row in rows]
+    head = tag("tr", *(cell(at, name, "col") for at, name in enumerate(header)))
+    body = [tag("tr", *(cell(at, content, "" if at else "row") for at, content in enumerate(row))) for row in rows]
     inside = tag("table", *some("caption", caption), tag("thead", head), tag("tbody", *body), **kind)
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
 
@@ -167,8 +168,8 @@ def summary(runs: list[Run]) -> list[Html]:
         for run in runs
     ]
     if len(runs) == 1:
-        known = [(fact.name, value) for fact, value in facts[0] if fact.value != say.NOT_RECORDED]
-        tiles = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in known]
+        recorded = [(fact.name, value) for fact, value in facts[0] if fact.value != say.NOT_RECORDED]
+        tiles = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in recorded]
         return [tag("dl", *tiles, class_="tiles")]
     header = ["", *(_coloured(run.number, run.name) for run in runs)]
     words = range(len(header))
@@ -189,7 +190,7 @@ def errors(run: Run) -> list[Html]:
     shown = []
     for error in run.events["error"]:
         where = f" on rank {error['rank']}" if begun.get("ranks", 1) > 1 else ""
-        after = f"after {say.of(last.get('step', 0), 'optimizer step')}"
+        after = f"after {say.plural(last.get('step', 0), 'optimizer step')}"
         shown.append(tag("p", f"{error['type']}{where}, {say.moment(error['time'])}, {after}."))
         if error["message"]:
             shown.append(tag("pre", error["message"], class_="error", tabindex="0"))
@@ -201,38 +202,38 @@ def training(runs: list[Run], curves: list[Curves]) -> list[Html]:
     figures = []
     for name, (title, unit, lines) in CHARTS.items():
         column = lines[0][0]
-        known = [(run, each.columns) for run, each in zip(runs, curves, strict=True) if column in each.columns]
-        if not known:
+        drawn = [(run, curve.columns) for run, curve in zip(runs, curves, strict=True) if column in curve.columns]
+        if not drawn:
             continue
-        ends = "; ".join(_ends(run.name if len(runs) > 1 else "", columns[column], name) for run, columns in known)
+        ends = "; ".join(_ends(run.name if len(runs) > 1 else "", columns[column], name) for run, columns in drawn)
         caption = [tag("strong", title), tag("span", unit, class_="unit"), tag("span", ends, class_="ends")]
         plot = tag("div", class_="plot", data_chart=name, role="img", aria_label=f"{title}: {ends}")
         figures.append(tag("figure", tag("figcaption", *caption), plot, class_=f"chart {name}"))
     if not figures:
         return [tag("p", "The record has no optimizer steps.")]
     marks = [
-        ("epoch", "a new epoch", len(runs) == 1 and any(each.epochs for each in curves)),
-        ("recovery", "a step ran out of memory, and its samples ran again", any(each.recoveries for each in curves)),
+        ("epoch", "a new epoch", len(runs) == 1 and any(curve.epochs for curve in curves)),
+        ("recovery", "a step ran out of memory, and its samples ran again", any(curve.recoveries for curve in curves)),
     ]
     keys = [tag("li", tag("span", class_=f"mark {mark}"), tag("span", says)) for mark, says, there in marks if there]
-    most = max(each.steps_per_point for each in curves)
-    notes = [f"Each point is the mean of up to {say.of(most, 'step')}."] if most > 1 else []
-    trends = [each.steps_of_trend for each in curves if "trend" in each.columns]
-    notes += [f"The running mean covers {say.of(max(trends), 'step')}."] if trends else []
+    most = max(curve.steps_per_point for curve in curves)
+    notes = [f"Each point is the mean of up to {say.plural(most, 'step')}."] if most > 1 else []
+    trends = [curve.steps_of_trend for curve in curves if "trend" in curve.columns]
+    notes += [f"The running mean covers {say.plural(max(trends), 'step')}."] if trends else []
     notes.append("Drag over a chart to zoom into all of them; double-click to reset.")
     below = tag("p", " ".join(notes), class_="hint")
     return [tag("ul", *keys, class_="keys"), tag("div", *figures, class_="charts"), below]
 
 
 def _ends(name: str, column: list[float | None], chart: str) -> str:
-    known = [value for value in column if value is not None]
+    values = [value for value in column if value is not None]
 
     def show(value: float) -> str:
         if chart in ("loss", "lr"):
             return say.loss(value) if chart == "loss" else f"{value:.3g}"
         return f"{value:,.4g}" if value < 1000 else say.count(value)
 
-    ends = say.from_to(show(known[0]), show(known[-1]))
+    ends = say.from_to(show(values[0]), show(values[-1]))
     return f"{name}: {ends}" if name else ends
 
 
@@ -267,13 +268,13 @@ def recoveries(run: Run) -> list[Html]:
     last, cells = 0, []
     for step in run.events["step"]:
         again, last = step.get("recoveries", 0) > last, step.get("recoveries", 0)
-        known = [each for each in run.events["recovery"] if each["step"] == step["step"]]
-        for each in known or ([step] if again else []):
-            limit = each.get("max_tokens")
+        noted = [recovery for recovery in run.events["recovery"] if recovery["step"] == step["step"]]
+        for recovery in noted or ([step] if again else []):
+            limit = recovery.get("max_tokens")
             cells.append({
                 "step": say.count(step["step"]),
                 "epoch": say.count(step["epoch"]),
-                "out of memory": each.get("failed", ""),
+                "out of memory": recovery.get("failed", ""),
                 "new limit of a forward": "" if limit is None else f"{say.count(limit)} tokens",
             })  # fmt: skip
     header = [name for name in (cells[0] if cells else ()) if any(cell[name] for cell in cells)]
@@ -282,19 +283,19 @@ def recoveries(run: Run) -> list[Html]:
 
 def probe(run: Run) -> list[Html]:
     """Return what the probe has found, with room for its picture."""
-    found = run.last("probe")
-    if found is None:
+    probe_event = run.last("probe")
+    if probe_event is None:
         return []
-    words = say.probe_in_words(found)
+    words = say.probe_in_words(probe_event)
     plot = tag("div", class_="plot", data_probe=str(run.number), role="img", aria_label=words[0])
     picture = tag("figure", tag("figcaption", "Peak memory of a training step over the batch size"), plot)
     rows = []
-    for each in found["measurements"]:
-        peak = "out of memory" if each["peak_bytes"] is None else say.size(each["peak_bytes"])
-        fits = "yes" if each["fits"] else "no"
-        rows.append([say.count(each["batch_size"]), peak, fits, say.duration(each["seconds"])])
+    for trial in probe_event["measurements"]:
+        peak = "out of memory" if trial["peak_bytes"] is None else memory_size(trial["peak_bytes"])
+        fits = "yes" if trial["fits"] else "no"
+        rows.append([say.count(trial["batch_size"]), peak, fits, say.duration(trial["seconds"])])
     ran = table(["batch size", "peak memory", "fits", "first step"], rows, caption="Sizes that ran, in order")
-    return [tag("p", " ".join(words)), picture, *_what_sets_the_peak(found), ran]
+    return [tag("p", " ".join(words)), picture, *_what_sets_the_peak(probe_event), ran]
 
 
 def _what_sets_the_peak(probe: Event) -> list[Html]:
@@ -302,46 +303,48 @@ def _what_sets_the_peak(probe: Event) -> list[Html]:
     if not any(alive.values()):
         return []
     at = probe.get("enough") or probe["batch_size"]
-    ran = [(each["batch_size"], each["peak_bytes"]) for each in probe["measurements"]]
+    ran = [(trial["batch_size"], trial["peak_bytes"]) for trial in probe["measurements"]]
     peak = next((peak for size, peak in (*ran, *probe["predicted"]) if size == at and peak is not None), 0)
     alive = {**alive, _IN_USE: max(peak - sum(alive.values()), 0)}
-    whole = sum(alive.values())
-    kinds = sorted((kind for kind in alive if alive[kind] > whole / 1000), key=lambda kind: -alive[kind])
-    heading = f"What sets the peak of {say.size(whole)} at {say.of(at, 'sample')}: the {probe['peak_moment']}"
+    total = sum(alive.values())
+    kinds = sorted((kind for kind in alive if alive[kind] > total / 1000), key=lambda kind: -alive[kind])
+    heading = f"What sets the peak of {memory_size(total)} at {say.plural(at, 'sample')}: the {probe['peak_moment']}"
     parts, rows = [], []
     for number, kind in enumerate(kinds):
-        share = 100 * (alive[kind] / whole)
+        share = 100 * (alive[kind] / total)
         parts.append(tag("i", class_=f"c{number % _COLOURS}", style=f"width:{share:.3f}%"))
-        rows.append([_coloured(number, kind), say.size(alive[kind]), f"{share:.0f} %"])
-    rows.append([Html("<span>peak</span>"), say.size(whole), "100 %"])
+        rows.append([_coloured(number, kind), memory_size(alive[kind]), f"{share:.0f} %"])
+    rows.append([Html("<span>peak</span>"), memory_size(total), "100 %"])
     bar = tag("div", *parts, class_="bar", aria_hidden="true")
     return [tag("h4", heading), bar, table(["kind", "bytes", "share"], rows, words=[0])]
 
 
 def exploration(run: Run) -> list[Html]:
-    found = run.last("exploration")
-    if found is None:
+    explored = run.last("exploration")
+    if explored is None:
         return []
-    estimates, best = found["estimates"], found["recommended"]
+    estimates, best = explored["estimates"], explored["recommended"]
     base = estimates[0]["candidate"]
-    spans = [[each.get(f"speedup{end}", each["speedup"]) for end in ("_low", "", "_high")] for each in estimates]
+    spans = [
+        [estimate.get(f"speedup{end}", estimate["speedup"]) for end in ("_low", "", "_high")] for estimate in estimates
+    ]
     least, most = min(1.0, *(low for low, _, _ in spans)), max(1.0, *(high for _, _, high in spans))
     room = 0.05 * (most - least) or 0.05
     rows = [
         [
-            tag("b" if each["candidate"] == best["candidate"] else "span", str(each["candidate"])),
-            f"{each['seconds']:.3f}",
-            f"{each['speedup']:.2f}",
+            tag("b" if estimate["candidate"] == best["candidate"] else "span", str(estimate["candidate"])),
+            f"{estimate['seconds']:.3f}",
+            f"{estimate['speedup']:.2f}",
             f"{span[0]:.2f} to {span[2]:.2f}" if span[2] > span[0] else "",
             _interval(span, least - room, most + room),
-            say.count(each["runs"]),
-            f"{100 * each['confidence']:.0f} %",
+            say.count(estimate["runs"]),
+            f"{100 * estimate['confidence']:.0f} %",
         ]
-        for each, span in zip(estimates, spans, strict=True)
+        for estimate, span in zip(estimates, spans, strict=True)
     ]
     words = (
         f"micro_batch_size {best['candidate']} is the fastest, {best['speedup']:.2f} times as fast as {base}, with a "
-        f"confidence of {100 * best['confidence']:.0f} %. A single timing varies by {100 * found['noise']:.1f} %."
+        f"confidence of {100 * best['confidence']:.0f} %. A single timing varies by {100 * explored['noise']:.1f} %."
     )
     header = [
         "micro_batch_size", "seconds per step", f"times as fast as {base}", "95 % interval", "", "runs", "confidence",
@@ -364,8 +367,8 @@ def config(run: Run) -> list[Html]:
     copied = tag(
         "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
     )
-    whole = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
-    more = tag("details", tag("summary", "The whole config of this run"), whole)
+    full_config = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
+    more = tag("details", tag("summary", "The whole config of this run"), full_config)
     return [tag("p", spares), copied, *_from_stock(run), more]
 
 

@@ -8,6 +8,7 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import Row, StepCost
 from adaptive_batching._report.facts import first_too_large
+from adaptive_batching._values import memory_size
 
 Named = tuple[str, str]
 """The label of a line, and its text."""
@@ -15,30 +16,30 @@ Named = tuple[str, str]
 
 def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum batch size") -> list[Named]:
     """Return what a probe has found, ``of`` what."""
-    budget = f"{_mib(result.budget_bytes)} MiB"
+    budget = memory_size(result.budget_bytes)
     if result.enough is not None:
-        memory = f"peak {_mib(result.peak_bytes)} of {budget}"
+        memory = f"peak {memory_size(result.peak_bytes)} of {budget}"
         if result.enough > result.batch_size:
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
-            memory = f"predicted {_mib(at)} of {budget}, not measured at full size"
-        found = [
+            memory = f"predicted {memory_size(at)} of {budget}, not measured at full size"
+        lines = [
             ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
             ("memory", memory),
         ]
     else:
         larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
-        beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
-        peak = f"peak {_mib(result.peak_bytes)} of {budget}"
-        found = [
+        beyond = "" if larger is None else f"; {larger[0]} would take about {memory_size(larger[1])}"
+        peak = f"peak {memory_size(result.peak_bytes)} of {budget}"
+        lines = [
             (of, f"{result.batch_size}, bound by {result.bound}"),
             ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
         ]
     runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
-    return [*found, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
+    return [*lines, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
 
 
 def line_of_rollout(result: ProbeResult, prompt_length: int, generated: int) -> Named:
-    peak = f"peak {_mib(result.peak_bytes)} of {_mib(result.budget_bytes)} MiB"
+    peak = f"peak {memory_size(result.peak_bytes)} of {memory_size(result.budget_bytes)}"
     return "most in a rollout", f"{result.batch_size}: {peak} at {prompt_length} + {generated} tokens"
 
 
@@ -79,7 +80,3 @@ def columns(batch_size: int | None, cost: StepCost | None, recoveries: int) -> s
 
 def named(lines: Iterable[Named]) -> list[str]:
     return [f"  {name:<20} {value}" for name, value in lines]
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.0f}"

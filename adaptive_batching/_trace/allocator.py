@@ -120,9 +120,9 @@ class CachingAllocator(_Allocator):
 
     def copy(self, used: Sequence[Block], limit: float) -> tuple[CachingAllocator, list[Block]]:
         """Return an allocator in the same state with another limit, and its blocks for all those in use."""
-        made = type(self)(limit)
-        made.reserved, made.allocated, made._mapped = self.reserved, self.allocated, self._mapped
-        made.reset_peak()
+        twin = type(self)(limit)
+        twin.reserved, twin.allocated, twin._mapped = self.reserved, self.allocated, self._mapped
+        twin.reset_peak()
         blocks = [*used, *self._blocks.values()]
         copies = {id(block): Block(block.size, block.pool, block.address) for block in blocks}
         for block in blocks:
@@ -130,8 +130,8 @@ class CachingAllocator(_Allocator):
             copy.before = None if block.before is None else copies[id(block.before)]
             copy.after = None if block.after is None else copies[id(block.after)]
             if block.free:
-                made._offer(copy)
-        return made, [copies[id(block)] for block in used]
+                twin._offer(copy)
+        return twin, [copies[id(block)] for block in used]
 
     def _offer(self, block: Block) -> None:
         block.free = True
@@ -189,12 +189,12 @@ class ExpandableAllocator(_Allocator):
             self.reserved -= len(free) * piece
 
     def copy(self, used: Sequence[Any], limit: float) -> tuple[ExpandableAllocator, list[Any]]:
-        made = type(self)(limit)
-        made.reserved = made.peak_reserved = self.reserved
-        made.allocated = made.peak_allocated = self.allocated
-        made._gaps.update({pool: [list(gap) for gap in gaps] for pool, gaps in self._gaps.items()})
-        made._mapped.update({pool: set(pieces) for pool, pieces in self._mapped.items()})
-        return made, list(used)
+        twin = type(self)(limit)
+        twin.reserved = twin.peak_reserved = self.reserved
+        twin.allocated = twin.peak_allocated = self.allocated
+        twin._gaps.update({pool: [list(gap) for gap in gaps] for pool, gaps in self._gaps.items()})
+        twin._mapped.update({pool: set(pieces) for pool, pieces in self._mapped.items()})
+        return twin, list(used)
 
     def _place(self, size: int, pool: Pool) -> int:
         """Return the smallest gap that is backed by memory and has room, else the first that has room."""

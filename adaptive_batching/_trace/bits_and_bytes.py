@@ -44,14 +44,14 @@ class BlockWise(Optimizer):
                     continue
                 of_8_bits = group["bits"] == 8 and parameter.numel() >= _SMALLEST_OF_8_BITS
                 dtype = torch.uint8 if of_8_bits else torch.float32
-                made: dict[str, Any] = {"step": 0}
-                self.state[parameter] = made
+                states: dict[str, Any] = {"step": 0}
+                self.state[parameter] = states
                 for number in range(1, group["num_states"] + 1):
                     if not _is_paged(parameter, group):
-                        made[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+                        states[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
                     if of_8_bits:
                         blocks = -(-parameter.numel() // _BLOCK)
-                        made[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
+                        states[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
 
 
 def _is_paged(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
@@ -66,9 +66,9 @@ def traced_as(optimizer: Any) -> Optimizer:
     names = {base.__name__ for base in bases}
     num_states = 3 if "AdEMAMix" in names else 2 if "Optimizer2State" in names else 1
     groups = [dict(group) for group in optimizer.param_groups]
-    found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     # Those of a checkpoint are loaded to the device, and on the CPU no optimizer pages: what there is, counts.
-    paged = any(map(is_managed, found)) if found else optimizer.is_paged
+    paged = any(map(is_managed, tensors)) if tensors else optimizer.is_paged
     return BlockWise(groups, num_states, optimizer.args.optim_bits, paged)
 
 
@@ -92,15 +92,16 @@ def make_paged_states(optimizers: Iterable[Any]) -> list[torch.Tensor]:
 
     They stay: dropped, their memory would be lost, and training would allocate it a second time. All are zero.
     """
-    made: list[torch.Tensor] = []
-    paged = (each for each in optimizers if getattr(each, "is_paged", False) and hasattr(each, "init_state"))
-    for optimizer in paged:
+    states: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        if not (getattr(optimizer, "is_paged", False) and hasattr(optimizer, "init_state")):
+            continue
         for group_index, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and not optimizer.state[parameter]:
                     optimizer.init_state(group, parameter, group_index, index)
-                    made += filter(is_managed, optimizer.state[parameter].values())
-    return made
+                    states += filter(is_managed, optimizer.state[parameter].values())
+    return states
 
 
 def set_to_zero(tensors: Sequence[torch.Tensor]) -> None:

@@ -116,7 +116,7 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
         return value
     if isinstance(value, (tuple, list)):
-        return [_spelled(each) for each in value]
+        return [_spelled(part) for part in value]
     if isinstance(value, partial):
         return _spelled([value.func, *value.args, *value.keywords.items()])
     if isinstance(value, FunctionType):
@@ -197,8 +197,8 @@ class Schedule:
     def _before(self, kernel: int) -> set[int]:
         """Return the kernels whose results a kernel reads."""
         sources = itertools.chain.from_iterable(self._reads[node] for node in self._members[kernel])
-        made = (source.args[0] if source.target is operator.getitem else source for source in sources)
-        return {self._kernel[node] for node in made if node in self._kernel} - {kernel}
+        producers = (source.args[0] if source.target is operator.getitem else source for source in sources)
+        return {self._kernel[node] for node in producers if node in self._kernel} - {kernel}
 
     def _fuse(self) -> None:
         candidates = [n for n in self._kernel if not _is_library_call(n) and _elements(n)]
@@ -277,11 +277,11 @@ class Schedule:
             for read in reads:
                 readers[read].append(node)
         returned = set(self._sources(self._nodes[-1].all_input_nodes))
-        for node in (each for each in self._kernel if not _is_library_call(each)):
+        for node in (written for written in self._kernel if not _is_library_call(written)):
             for read in self._reads[node]:
                 is_free = read not in returned and not read.name.startswith(("primals", "tangents"))
                 alike = _elements(read) == _elements(node) and read.meta["val"].dtype == node.meta["val"].dtype
-                over = all(self._is_over(each, node) for each in readers[read] if each is not node)
+                over = all(self._is_over(reader, node) for reader in readers[read] if reader is not node)
                 if is_free and alike and over and read not in in_place.values():
                     in_place[node] = read
                     break
@@ -301,12 +301,12 @@ def _leads_to(first: Any, last: Iterable[Any], before: Callable[[Any], Iterable[
     left = list(last)
     seen = set(left)
     while left:
-        for each in before(left.pop()):
-            if each == first:
+        for other in before(left.pop()):
+            if other == first:
                 return True
-            if each not in seen:
-                seen.add(each)
-                left.append(each)
+            if other not in seen:
+                seen.add(other)
+                left.append(other)
     return False
 
 

@@ -110,16 +110,16 @@ def _sharded_copy(
     """
     groups = [group for module in model.modules() if (group := group_of(module)) is not None]
     offloads = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
-    whole: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     shards: dict[int, Any] = {}
     of_fsdp = {id(part.sharded_param): part for group in groups for part in group.fsdp_params}
     for parameter in model.parameters():
         shard, part = local_part(parameter), of_fsdp.get(id(parameter))
         gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_gathered(part, parameter, fake)
-        whole[id(parameter)] = _as_parameter(gathered, parameter, fake)
+        by_id[id(parameter)] = _as_parameter(gathered, parameter, fake)
         shards[id(parameter)] = _as_parameter(_fake_like(shard, shard.shape, fake), parameter, fake)
     for buffer in [*model.buffers(), *kept_tensors(model)]:
-        whole[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
+        by_id[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
     for state in state_tensors(optimizers):
         shards[id(state)] = _fake_like(local_part(state), local_part(state).shape, fake)
     kept: list[nn.Parameter] = [shards[id(p)] for p in model.parameters()]
@@ -127,8 +127,8 @@ def _sharded_copy(
         shard.is_on_host = offloads  # type: ignore[attr-defined]
     with FakeCopyMode(fake):
         copied_optimizers = copy.deepcopy(list(optimizers), dict(shards))
-    copied_model = _plain_copy(model, whole, fake)
-    of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
+    copied_model = _plain_copy(model, by_id, fake)
+    of_copy = {id(by_id[key]): shard for key, shard in shards.items() if key in by_id}
     for number, (root, copied) in enumerate(zip(models_of(model), models_of(copied_model), strict=True)):
         simulate(root, copied, of_copy, number, offloads=offloads)
     return copied_model, copied_optimizers, kept, offloads
@@ -185,17 +185,17 @@ def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) 
             by_rows = name in ("quantized_data", "quantized_scalers", "quantization_factor")
             size = part.numel() * shape.numel() // original.shape.numel() if by_rows else part.shape
             inner[name] = torch.empty(size, dtype=part.dtype, device="cpu")
-        found: torch.Tensor = type(original).__tensor_unflatten__(
+        wrapper: torch.Tensor = type(original).__tensor_unflatten__(
             inner, {**context, "tensor_meta": meta}, shape, original.stride()
         )
-        return found
+        return wrapper
 
 
 def _fake_gathered(part: Any, parameter: nn.Parameter, fake: FakeTensorMode) -> torch.Tensor:
     """Return what is gathered of ``parameter``, FSDP's ``part``; of tensor parallelism, what one device has of it."""
     if not part.is_dtensor:
-        whole, dtype = _fake_like(local_part(parameter), parameter.shape, fake), part.mp_policy.param_dtype
-        return whole if dtype is None or not whole.is_floating_point() else whole.to(dtype)
+        gathered, dtype = _fake_like(local_part(parameter), parameter.shape, fake), part.mp_policy.param_dtype
+        return gathered if dtype is None or not gathered.is_floating_point() else gathered.to(dtype)
     spec = part._unsharded_dtensor_spec
     with fake:
         local = torch.empty(part._orig_size, dtype=part.sharded_param.dtype, device="cpu")
@@ -208,7 +208,7 @@ def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) ->
     """Return a deep copy of ``model`` without FSDP's classes, states and hooks."""
     states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
     handles = [h for s in states.values() for h in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
-    of_fsdp = {each.id for handle in handles for each in getattr(handle, "handles", [handle])}
+    of_fsdp = {hook.id for handle in handles for hook in getattr(handle, "handles", [handle])}
     classes: list[Any] = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, sharded_class in classes:  # which refuse to be copied

@@ -132,12 +132,14 @@ class _Unit:
     ) -> None:  # fmt: skip
         self._modules = modules
         self._to_run: set[nn.Module] = set()  # of a forward that has begun
-        self._whole_bytes = [bytes_ for whole, _ in pairs for bytes_ in _parts(whole)]
+        self._whole_bytes = [bytes_ for gathered, _ in pairs for bytes_ in _parts(gathered)]
         self._shard_bytes = [bytes_ for _, shard in pairs for bytes_ in _parts(shard)]
         self._cast_bytes = sum(
-            local_part(shard).numel() * whole.element_size() for whole, shard in pairs if whole.dtype != shard.dtype
+            local_part(shard).numel() * gathered.element_size()
+            for gathered, shard in pairs
+            if gathered.dtype != shard.dtype
         )
-        self._trained = [(whole, shard) for whole, shard in pairs if whole.requires_grad]
+        self._trained = [(gathered, shard) for gathered, shard in pairs if gathered.requires_grad]
         self._streams, self._reduce_dtype = streams, reduce_dtype
         self._reshards, self._offloads = reshards, offloads
         self._gathered: list[torch.Tensor] = []  # in the order in which they are freed
@@ -176,7 +178,7 @@ class _Unit:
             return None
         self._to_run.update(self._modules)
         leaves, spec = tree_flatten((args, kwargs))
-        at = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor) and each.requires_grad]
+        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if at and torch.is_grad_enabled():
             passed_on = _BeforeUnit.apply(self, *(leaves[n] for n in at))  # type: ignore[no-untyped-call]
             for n, value in zip(at, passed_on, strict=True):
@@ -215,15 +217,17 @@ class _Unit:
     def after_backward(self) -> None:
         """Free the whole parameters, and reduce the gradients."""
         self._is_ready, self._is_done = False, True
-        gradients = [(whole, shard) for whole, shard in self._trained if whole.grad is not None]
+        gradients = [(gathered, shard) for gathered, shard in self._trained if gathered.grad is not None]
         self._free_gathered()
         self._streams.reducing = None
         if not gradients:
             return
         dtype, own = self._reduce_dtype or gradients[0][0].dtype, gradients[0][1].dtype
-        self._streams.reducing = torch.empty(sum(local_part(whole).numel() for whole, _ in gradients), dtype=dtype)
-        for whole, _ in reversed(gradients):  # as a list is emptied
-            whole.grad = None
+        self._streams.reducing = torch.empty(
+            sum(local_part(gathered).numel() for gathered, _ in gradients), dtype=dtype
+        )
+        for gathered, _ in reversed(gradients):  # as a list is emptied
+            gathered.grad = None
         with on_stream(self._streams.reduces):
             with labelled(GRADIENTS):
                 reduced = torch.empty(sum(shard.numel() for _, shard in gradients), dtype=dtype).to(own)

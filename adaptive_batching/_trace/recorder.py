@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for more often than anything is computed
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as what this device computes, and its collectives
         if func is _aten.index.Tensor:
             args = (args[0], _without_masks(args[1]))
@@ -245,11 +245,11 @@ def state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return indices in which a mask, whose values a trace does not have, selects all that there is."""
-    found: list[torch.Tensor | None] = []
-    for each in indices:
-        is_mask = each is not None and each.dtype == torch.bool
-        found += [each] if each is None or not is_mask else [_positions(each)] * each.dim()
-    return found
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        positions += [index] if index is None or not is_mask else [_positions(index)] * index.dim()
+    return positions
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
@@ -300,5 +300,5 @@ def handle_bytes() -> int:
 def _threads_at_once() -> int:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _THREADS
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return int(found.multi_processor_count * found.max_threads_per_multi_processor)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(properties.multi_processor_count * properties.max_threads_per_multi_processor)

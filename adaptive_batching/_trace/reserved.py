@@ -129,7 +129,7 @@ def _steps(
     for storage, event in made.items():
         if step.sizes[storage]:
             late[event].append(storage)
-    blocks = {size: list(each) for size, each in at_hand.items()}
+    blocks = {size: list(free_blocks) for size, free_blocks in at_hand.items()}
     there = [n for n in range(step.num_resting) if step.sizes[n] and n not in made]
     resting = {n: blocks[step.sizes[n]].pop(0) for n in there if blocks.get(step.sizes[n])}
     for block in chain.from_iterable(blocks.values()):
@@ -192,7 +192,7 @@ class ReservedPeaks:
         self._known: list[tuple[int, Needed]] = []  # (batch size, bytes), all of them ascending
 
     def __call__(self, batch_size: int) -> Needed:
-        at = bisect_left(self._known, batch_size, key=lambda known: known[0])
+        at = bisect_left(self._known, batch_size, key=lambda pair: pair[0])
         if at == len(self._known) or self._known[at][0] != batch_size:
             needed = self._replay(batch_size)
             if at < len(self._known):

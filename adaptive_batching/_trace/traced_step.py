@@ -19,7 +19,7 @@ from typing import Any
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
-KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
+MEMORY_KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
 BETWEEN = "between steps"
@@ -126,7 +126,7 @@ class StepRecord(Recorded):
     log: Sequence[int]  # bytes alive before the step, then after each operation
     moments: Sequence[str]  # part of the step that each entry of `log` belongs to
     marks: Sequence[int]  # number of events before each entry of `log`
-    kinds: Sequence[str]  # one of KINDS for each storage
+    kinds: Sequence[str]  # one of MEMORY_KINDS for each storage
     scratch: Mapping[int, tuple[int, Scratch]]
     """By storage that an operation takes while it runs: its entry of ``log``, and what its size follows from. ``log``
     has as much of it as is on a line over the batch size."""
@@ -138,7 +138,7 @@ class StepRecord(Recorded):
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """Return the moment of the peak, and the bytes of each kind that are alive then."""
         at = max(range(len(self.log)), key=self.log.__getitem__)
-        alive = dict.fromkeys(KINDS, 0)
+        alive = dict.fromkeys(MEMORY_KINDS, 0)
         for event in (*range(self.num_resting), *self.events[: self.marks[at]]):
             number = event if event >= 0 else ~event
             alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
@@ -320,7 +320,7 @@ class TracedStep:
             resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
         return resting and lower.events == upper.events and lower.kinds == upper.kinds
 
-    def at(self, batch_size: int) -> StepRecord:
+    def record_at(self, batch_size: int) -> StepRecord:
         """Return the record of the step at ``batch_size``; raise TraceError unless it :attr:`is_uniform`."""
         if not self.is_uniform:
             raise TraceError("the order in which memory is allocated and freed depends on the batch size")

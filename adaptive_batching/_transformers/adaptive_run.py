@@ -32,7 +32,7 @@ from adaptive_batching._report.summary import lines_of_probe, named, table_of_pl
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._transformers.before_training import begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
-from adaptive_batching._transformers.course import Course, Length, growing, plan_course
+from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_trainer
@@ -75,7 +75,7 @@ class AdaptiveRun:
         self.sizes: Sizes | None = None
         """The largest batch on a device, what bounds it, and the batch to begin with; None before training."""
 
-        self.course: Course | None = None
+        self.schedule: EpochSchedule | None = None
         """Batch size and steps of each epoch; None before training."""
 
         self.waited = 0.0
@@ -100,7 +100,7 @@ class AdaptiveRun:
     def probe(self) -> ProbeResult | None:
         """The largest forward, with every measurement; None if none was looked for, or before training."""
         found = self._known.found
-        return None if self.course is None or found is None else found.result
+        return None if self.schedule is None or found is None else found.result
 
     @property
     def longest(self) -> int | None:
@@ -144,13 +144,13 @@ class AdaptiveRun:
             ConfigError: If the model is to be sharded, or on what training would raise it.
             DoesNotFitError: If not even a short sample fits.
         """
-        is_new = self.course is None or self._prepared_for != self._what_to_prepare_for()
+        is_new = self.schedule is None or self._prepared_for != self._what_to_prepare_for()
         if is_new and not self._trainer.is_in_train:
             self.only_finds = True
             try:
                 begin_to_train(self._trainer)
             except BaseException:
-                self.course = None
+                self.schedule = None
                 raise
             finally:
                 self.only_finds = False
@@ -158,16 +158,16 @@ class AdaptiveRun:
         return self
 
     def planned(self, rate: Callable[[int], float] | None = None, after: int = 0) -> list[PlannedEpoch]:
-        """Return what is left of each epoch after ``after`` steps of the run; arguments as for ``Course.planned``."""
-        assert self.course is not None and self.data is not None
-        epochs = self.course.planned(self.data.num_samples, self.ranks.size, rate, after)
+        """Return what is left of each epoch after ``after`` steps of the run; see ``EpochSchedule.planned``."""
+        assert self.schedule is not None and self.data is not None
+        epochs = self.schedule.planned(self.data.num_samples, self.ranks.size, rate, after)
         for epoch in epochs:
             epoch.batch_sizes = [self._in_forward or size for size in epoch.batch_sizes]
         return epochs
 
     def __str__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.given.items())
-        if self.course is None:
+        if self.schedule is None:
             return f"{told}; what fits, and the plan, are found by find(), or when training begins"
         assert self.sizes is not None
         found = [("maximum batch size", f"{self.sizes.maximum} ({self.sizes.reason})")]
@@ -204,8 +204,8 @@ class AdaptiveRun:
 
     def check_place(self, step: int, epoch: float) -> None:
         """Raise ConfigError unless ``epoch`` epochs are over after ``step`` steps in this run, too."""
-        assert self.course is not None
-        found, devices = self.course.epochs_after(step), self._trainer.args.world_size
+        assert self.schedule is not None
+        found, devices = self.schedule.epochs_after(step), self._trainer.args.world_size
         resumed = f"resume_from_checkpoint={self._known.checkpoint!r}"
         if not step or abs(epoch - found) <= 1e-6:
             return
@@ -260,9 +260,9 @@ class AdaptiveRun:
         name, increase = self._increase
         decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples)
         length = Length(args.num_train_epochs, args.max_steps)
-        self.course = plan_course(decide, data.num_batches, accumulated, length, min(configured, samples))
+        self.schedule = plan_epochs(decide, data.num_batches, accumulated, length, min(configured, samples))
         if sizing.probes and not sizing.bounds_batch:  # the step stays as it is: how it is split is left
-            forwards = sizing.of_forwards(max(self.course.sizes) * accumulated)
+            forwards = sizing.of_forwards(max(self.schedule.sizes) * accumulated)
             cost = self._find(forwards.request, data, step).forward_cost
             step.max_tokens = self.max_tokens
             step.forward_cost = FORWARD_COST if cost is None else cost
@@ -300,13 +300,13 @@ class AdaptiveRun:
             raise DoesNotFitError.even_of_few("gradient_checkpointing=True, bf16=True, LoRA") from error
 
     def start_epoch(self, epoch: int) -> None:
-        assert self.course is not None and self.data is not None
-        self.data.set_batch_size(self.course.sizes[min(epoch, len(self.course.sizes) - 1)])
+        assert self.schedule is not None and self.data is not None
+        self.data.set_batch_size(self.schedule.sizes[min(epoch, len(self.schedule.sizes) - 1)])
 
     def follow(self, scheduler: Any) -> Any:
         """Return the schedule as it is to be for batches of other sizes than configured: one of samples."""
-        course, rule = self.course, self.settings.lr_scaling
-        if course is None or course.is_as_configured:
+        schedule, rule = self.schedule, self.settings.lr_scaling
+        if schedule is None or schedule.is_as_configured:
             return scheduler
         if not isinstance(scheduler, LambdaLR):
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and rule == "none":
@@ -319,9 +319,9 @@ class AdaptiveRun:
         unwrapped = getattr(optimizer, "optimizer", optimizer)
 
         def at(step: int, rate: Callable[[Any], float]) -> float:
-            growth = course.size_at(step) / course.reference_size
+            growth = schedule.size_at(step) / schedule.reference_size
             scale = learning_rate_scale(rule, unwrapped, growth, self.settings.max_lr_scale)
-            return rate(course.scheduled(step)) * scale
+            return rate(schedule.scheduled(step)) * scale
 
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
@@ -381,8 +381,8 @@ class FollowingCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Trainer takes all epochs to have as many steps.
         self._steps += 1
-        assert self._run.course is not None
-        state.epoch = self._epoch + self._run.course.part_of(self._epoch, self._steps)
+        assert self._run.schedule is not None
+        state.epoch = self._epoch + self._run.schedule.part_of(self._epoch, self._steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps = 0

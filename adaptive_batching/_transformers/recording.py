@@ -109,27 +109,27 @@ class Recording(TrainerCallback):
     @_watching
     def on_train_begin(self, report: Report, state: Any, *, lr_scheduler: Any = None, **kwargs: Any) -> None:
         run, step = self._run, state.global_step
-        assert run.course is not None and run.sizes is not None
+        assert run.schedule is not None and run.sizes is not None
         self._peak, self._last = PeakSoFar(self._trainer.args.device), time.perf_counter()
-        self._epoch, steps = run.course.place_of(step)
+        self._epoch, steps = run.schedule.place_of(step)
         self._next_epoch, self._resumes_epoch = self._epoch, steps > 0
         if run.probe is None:
             report.maximum(run.sizes.maximum, run.sizes.reason)
         else:
             report.probe(run.probe, sequence_length=run.longest or 1, of=run.probed, waited=run.waited)
         if steps:
-            report.resume(step, epoch=run.course.epochs_after(step), **self._sizes())
+            report.resume(step, epoch=run.schedule.epochs_after(step), **self._sizes())
         report.plan(run.planned(_rate_of(lr_scheduler), step), decided=True)
 
     @_watching
     def on_epoch_begin(self, report: Report, state: Any, **kwargs: Any) -> None:
         run = self._run
-        assert run.course is not None
+        assert run.schedule is not None
         self._epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         if not self._resumes_epoch:
             [expected] = [each for each in run.planned() if each.epoch == self._epoch]
             counts = {name: getattr(expected, name) for name in ("steps", "samples", "dropped_samples")}
-            values = {**self._sizes(), **counts, "reason": run.course.decisions[self._epoch].reason}
+            values = {**self._sizes(), **counts, "reason": run.schedule.decisions[self._epoch].reason}
             self._soon(partial(report.epoch, epoch=self._epoch, step=state.global_step, **values))
         self._resumes_epoch = False
         self._last = time.perf_counter()

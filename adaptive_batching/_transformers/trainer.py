@@ -111,21 +111,21 @@ class AdaptiveTraining:
             if self.adaptive.only_finds:
                 raise BeforeTraining
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
-        course = None if self.adaptive is None else self.adaptive.course
-        if course is None:
+        schedule = None if self.adaptive is None else self.adaptive.schedule
+        if schedule is None:
             return values
-        updates = max(course.steps)
-        return (len(course.steps), updates, *values[2:5], updates * args.gradient_accumulation_steps, course.max_steps)
+        epochs, updates = len(schedule.steps), max(schedule.steps)
+        return (epochs, updates, *values[2:5], updates * args.gradient_accumulation_steps, schedule.max_steps)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the epoch to go on in, and its batches that are over; ``Trainer`` takes epochs to be equally long."""
         found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         if self.adaptive is None:
             return cast("tuple[int, int]", found)
-        course, step = self.adaptive.course, self.state.global_step
-        assert course is not None
+        schedule, step = self.adaptive.schedule, self.state.global_step
+        assert schedule is not None
         self.adaptive.check_place(step, self.state.epoch)
-        epoch, steps = course.place_of(step)
+        epoch, steps = schedule.place_of(step)
         self._following.start_at(epoch, steps)
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
 
@@ -148,9 +148,9 @@ class AdaptiveTraining:
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         stock = super().create_scheduler  # type: ignore[misc]
-        if self.adaptive is None or self.adaptive.course is None:
+        if self.adaptive is None or self.adaptive.schedule is None:
             return stock(num_training_steps, *args, **kwargs)
-        stock(self.adaptive.course.scheduled_steps, *args, **kwargs)
+        stock(self.adaptive.schedule.scheduled_steps, *args, **kwargs)
         self.lr_scheduler = self.adaptive.follow(self.lr_scheduler)
         return self.lr_scheduler
 

@@ -44,11 +44,11 @@ def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any
     return {
         "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps,
         "peaks": {"allocated": 10 * GIB, "reserved": reserved * GIB, "retries": 0}, "out_of_memory": [],
-        "history": HISTORY, "trouble": None, "error": None, "stopped": steps >= 3, "course": course(), **other,
+        "history": HISTORY, "trouble": None, "error": None, "stopped": steps >= 3, "script": notes(), **other,
     }  # fmt: skip
 
 
-def course(**other: Any) -> dict[str, Any]:
+def notes(**other: Any) -> dict[str, Any]:
     return {
         "optimizers": [], "passes": 0, "reads": [], "last_read": None, "exit": None, "of_steps": [], "idle": {},
         "stopped_early": None,
@@ -79,19 +79,19 @@ LATE = {**FAILED, "step": 4}
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
         ([process(steps=0)], 0, Answer.FITS, "no optimizer of torch.optim took one"),
         ([process(error=error("ZeroDivisionError: x"))], 1, Answer.CANNOT_TELL, "losses are zero in a dry run"),
-        ([process(error=error("AssertionError", line="a.py:3 f"), course=course(reads=[["/x/a.py", 3]]))], 1,
+        ([process(error=error("AssertionError", line="a.py:3 f"), script=notes(reads=[["/x/a.py", 3]]))], 1,
          Answer.CANNOT_TELL, "losses are zero in a dry run"),
         ([process()], 0, Answer.FITS, "--whole runs all of it"),
-        ([process(steps=0, course=course(optimizers=["AdamW, a.py:1 f"], passes=9, exit="a.py:9 f"))], 0,
+        ([process(steps=0, script=notes(optimizers=["AdamW, a.py:1 f"], passes=9, exit="a.py:9 f"))], 0,
          Answer.CANNOT_TELL, "ended by  a.py:9 f"),
-        ([process(steps=0, stopped=True, course=course(passes=3))], 0, Answer.FITS, "3 backward passes"),
-        ([process(steps=0, stopped=True, course=course(optimizers=["SGD"], idle={"SGD (a.py:1 f)": "no gradient"}))], 0,
+        ([process(steps=0, stopped=True, script=notes(passes=3))], 0, Answer.FITS, "3 backward passes"),
+        ([process(steps=0, stopped=True, script=notes(optimizers=["SGD"], idle={"SGD (a.py:1 f)": "no gradient"}))], 0,
          Answer.CANNOT_TELL, "the steps of SGD (a.py:1 f) did nothing: no gradient"),
-        ([process(steps=0, course=course(trains=True))], 0, Answer.CANNOT_TELL, "no backward pass"),
+        ([process(steps=0, script=notes(trains=True))], 0, Answer.CANNOT_TELL, "no backward pass"),
         ([process(), process(1, steps=0)], 0, Answer.FITS, "3 steps"),  # one that only asked for the device's name
         ([process()], 0, Answer.FITS, "matrix products 7"),
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
-        ([process(steps=1, course=course(exit="a.py:9 f"))], 1, Answer.CANNOT_TELL, "exit code 1, at a.py:9 f, but"),
+        ([process(steps=1, script=notes(exit="a.py:9 f"))], 1, Answer.CANNOT_TELL, "exit code 1, at a.py:9 f, but"),
         ([process(steps=2)], 0, Answer.FITS, "ended     by itself, after 2 steps"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
         ([process(steps=0, error=error("KeyError: 'x'", line="a.py:3 f"))], 1, Answer.CANNOT_TELL,
@@ -133,8 +133,8 @@ def test_an_interrupted_run_tells_what_it_knows(tmp_path: Path) -> None:
 def test_a_script_that_ended_by_a_condition_on_a_value_is_told_with_the_line_of_the_condition(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("for batch in data:\n    loss = step(batch)\n    if loss.item() < 0.1:\n        break\n")
-    of = course(reads=[[str(script), 3]], of_steps=[[str(script), 2]], optimizers=["SGD, train.py:1 <module>"])
-    ended, stopped = (read(tmp_path, process(steps=1, stopped=each, course=of)) for each in (False, True))
+    read_once = notes(reads=[[str(script), 3]], of_steps=[[str(script), 2]], optimizers=["SGD, train.py:1 <module>"])
+    ended, stopped = (read(tmp_path, process(steps=1, stopped=each, script=read_once)) for each in (False, True))
     assert ended.answer is Answer.CANNOT_TELL and "ended by  train.py:3, a condition" in "\n".join(in_words(ended))
     assert stopped.answer is Answer.FITS
 

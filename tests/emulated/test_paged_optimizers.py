@@ -79,7 +79,7 @@ def test_what_a_trial_saves_of_states_that_are_zero_is_nothing(caplog: pytest.Lo
         assert trial.measure(2).fits
         before = control.counters()
     zeroed = (control.counters() - before).kernels
-    assert "saved while probing: 0.00 GiB in a file" in caplog.text and "0.25 GiB in the host's memory" in caplog.text
+    assert "saved while probing: 0.0 MiB in a file" in caplog.text and "256 MiB in the host's memory" in caplog.text
     assert len(pages) == 8 and zeroed >= 8, "each is set to zero by the device, which computes nothing here"
     assert all(step.optimizers[0].state[parameter]["step"] == 0 for parameter in step.model.parameters())
 
@@ -92,7 +92,7 @@ def test_a_trace_asks_nothing_of_the_device(name: str, stepped: bool) -> None:
         step.bind(step.model, step.optimizers)(step.make_batch(1))
     step.make_batch(3)
     before, allocated = control.counters(), len(pages)
-    _, kinds = trace_step(step).at(8).at_peak()
+    _, kinds = trace_step(step).record_at(8).at_peak()
     asked = control.counters() - before
     assert asked.kernels <= 2, "the batches that are traced are real"
     assert len(pages) == allocated

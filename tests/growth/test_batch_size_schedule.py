@@ -89,8 +89,8 @@ def test_a_factory_that_is_named_as_a_function_is_told_apart_when_it_answers() -
         controller.decide(STATE)
 
 
-def course(increase: IncreaseFunction | None, size: int, maximum: int, **settings: Any) -> BatchSizeSchedule:
-    """A course with these settings, of its own, of its controller and of the shape of its run."""
+def schedule_of(increase: IncreaseFunction | None, size: int, maximum: int, **settings: Any) -> BatchSizeSchedule:
+    """A schedule with these settings, of its own, of its controller and of the shape of its run."""
     how = {name: settings.pop(name) for name in ("rates", "scale", "grows_in_warmup") if name in settings}
     accumulation = settings.pop("accumulation", FixedAccumulation())
     controller = BatchController(size, maximum, increase=increase, name="f", accumulation=accumulation)
@@ -132,7 +132,7 @@ def test_a_function_of_two_arguments_is_asked_once_before_training_and_every_ans
         calls.append((epoch, current_batch_size))
         return 1
 
-    run = course(record, 4, 100, decisions=2)
+    run = schedule_of(record, 4, 100, decisions=2)
     assert sizes_of(run) == follow(run)[0] == [[5, 6], [7, 8], [9, 10]]
     assert calls == [(0, 4), (0.5, 5), (1, 6), (1.5, 7), (2, 8), (2.5, 9)]
 
@@ -144,7 +144,7 @@ def test_a_function_that_takes_state_is_asked_while_training_with_what_is_known_
         seen.append((state.epoch, state.samples_seen, state.steps, state.losses))
         return current_batch_size
 
-    run = course(record, 10, 40, replicas=2)
+    run = schedule_of(record, 10, 40, replicas=2)
     assert sizes_of(run) == [[10]] * 3 and not seen
     assert follow(run, lambda: {"losses": (1.5,)})[0] == [[20], [40], [40]]
     assert seen == [(0, 0, 0, (1.5,)), (1, 200, 5, (1.5,)), (2, 360, 7, (1.5,))]
@@ -176,7 +176,7 @@ def test_what_is_planned_is_what_happens(made_up: Any, early: bool) -> None:
     def increase(epoch: float, current_batch_size: int) -> int:
         return answers.setdefault(epoch, increases[len(answers) % len(increases)])
 
-    run = course(increase if early else lambda epoch, size, state: increase(epoch, 0), size, maximum, **settings)
+    run = schedule_of(increase if early else lambda epoch, size, state: increase(epoch, 0), size, maximum, **settings)
     plan = run.plan()
     sizes, steps, samples, schedule = follow(run)
     if early:
@@ -193,7 +193,7 @@ def test_what_is_planned_is_what_happens(made_up: Any, early: bool) -> None:
 
 
 @given(made_up=runs(), where=st.integers(0, 1000), early=st.booleans(), has_schedule=st.booleans())
-def test_a_course_that_is_resumed_within_an_epoch_is_that_of_the_whole_run(
+def test_a_schedule_that_is_resumed_within_an_epoch_is_that_of_the_whole_run(
     made_up: Any, where: int, early: bool, has_schedule: bool
 ) -> None:
     settings, size, maximum, increases = made_up
@@ -203,16 +203,16 @@ def test_a_course_that_is_resumed_within_an_epoch_is_that_of_the_whole_run(
     def increase(epoch: float, current_batch_size: int) -> int:
         return increases[int(epoch * settings["decisions"]) % len(increases)]
 
-    def a_course(batch_size: int) -> BatchSizeSchedule:
+    def a_schedule(batch_size: int) -> BatchSizeSchedule:
         asked = increase if early else lambda epoch, size, state: increase(epoch, 0)
-        return course(asked, batch_size, maximum, **settings)
+        return schedule_of(asked, batch_size, maximum, **settings)
 
-    whole = list(steps_of(a_course(size)))
+    whole = list(steps_of(a_schedule(size)))
     stopped = where % len(whole)
     epoch, _, _, progress, batch_size = whole[stopped]
     if progress is None:  # at the end of an epoch
         return
-    run = a_course(batch_size)
+    run = a_schedule(batch_size)
     assert run.resume(epoch, json.loads(json.dumps(progress))) == 0
     if early:
         planned = sum(planned.steps for planned in run.plan(epoch))
@@ -220,14 +220,14 @@ def test_a_course_that_is_resumed_within_an_epoch_is_that_of_the_whole_run(
     assert list(steps_of(run, epoch, resumed=True)) == whole[stopped + 1 :]
 
 
-def test_a_course_goes_on_with_other_devices_and_sizes_at_the_same_sample() -> None:
+def test_a_schedule_goes_on_with_other_devices_and_sizes_at_the_same_sample() -> None:
     four = {"replicas": 4, "samples": 100, "reference_steps": 10, "reference_samples": 10}
-    _, _, (_, _, _, progress, _) = itertools.islice(steps_of(course(None, 10, 10, **four)), 3)
+    _, _, (_, _, _, progress, _) = itertools.islice(steps_of(schedule_of(None, 10, 10, **four)), 3)
     assert progress == {"samples": 120, "steps": 3, "schedule": [3, 10]}
-    fewer = course(None, 20, 20, replicas=2, samples=200, reference_steps=20, reference_samples=10)
+    fewer = schedule_of(None, 20, 20, replicas=2, samples=200, reference_steps=20, reference_samples=10)
     assert fewer.resume(0, progress) == 0
     assert (fewer.seen_in_epoch, fewer.steps_per_epoch, fewer.take_step()) == (60, 3 + 7, 2)
-    larger = course(None, 80, 80, **four)
+    larger = schedule_of(None, 80, 80, **four)
     assert larger.resume(0, progress) == 7, "the rest of the schedule"
     assert larger.epoch_is_over
 
@@ -254,7 +254,7 @@ STOCK = {"reference_steps": 10, "reference_samples": 10}
 def test_sizes_are_planned(
     increase: Any, size: int, maximum: int, settings: dict[str, Any], sizes: list[list[int]]
 ) -> None:
-    run = course(increase, size, maximum, **settings)
+    run = schedule_of(increase, size, maximum, **settings)
     plan = run.plan()
     assert [epoch.batch_sizes for epoch in plan] == sizes
     if run.controller.accumulation == KeepGlobal(12):
@@ -266,7 +266,7 @@ def test_sizes_are_planned(
 
 def test_the_plan_tells_the_learning_rate_at_the_end_of_each_epoch() -> None:
     rates = [1 - i / 30 for i in range(31)]
-    run = course(step(), 10, 100, **STOCK, rates=rates, scale=lambda window: min(math.sqrt(window / 10), 1.9))
+    run = schedule_of(step(), 10, 100, **STOCK, rates=rates, scale=lambda window: min(math.sqrt(window / 10), 1.9))
     assert [epoch.last_lr for epoch in run.plan()] == pytest.approx([rates[10], rates[20] * math.sqrt(2), 0])
     run.start_epoch(2)
     assert run.lr_scale == 1.9
@@ -284,7 +284,7 @@ def test_a_run_of_so_many_samples_ends_when_less_than_a_step_is_left_and_as_plan
     if size > maximum:
         return
     settings = {"samples": samples, "accumulation": accumulation, "decisions": 3, "run_samples": run_samples}
-    run = course(step(every=0.4, gamma=gamma), size, maximum, **settings)
+    run = schedule_of(step(every=0.4, gamma=gamma), size, maximum, **settings)
     plan = run.plan()
     followed = [(epoch, size) for epoch, size, *_ in steps_of(run)]
     assert all(size % parts == 0 for _, size in followed)

@@ -172,7 +172,7 @@ def test_a_trace_on_the_device_is_that_of_a_real_step_as_allocated_and_as_reserv
         if segments is not None:
             model = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}[segments]
             unseen = resting - traced.curve.resting_bytes  # workspaces of cuBLAS, up to 64 MiB
-            reserved = ReservedPeaks(traced.at, model)(size).once + unseen
+            reserved = ReservedPeaks(traced.record_at, model)(size).once + unseen
             assert reserved == pytest.approx(torch.cuda.max_memory_reserved(), rel=0.05)
 
 

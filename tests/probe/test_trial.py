@@ -210,7 +210,7 @@ def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(
     assert f"in a file in {tmp_path}" in caplog.text
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2))
-    message = r"has to save 0\.00 GiB .*, but .* has 0\.00 GiB free; set .* TMPDIR"
+    message = r"has to save 0\.0 MiB .*, but .* has 0\.0 MiB free; set .* TMPDIR"
     with training.left_without_a_trace(), pytest.raises(ConfigError, match=message):
         Trial(training.step, CpuMeter(), BUDGET, tmp_path).__enter__()
 

@@ -49,19 +49,19 @@ def test_all_that_the_page_says_is_what_the_record_holds(run: Path) -> None:
         "Out of memory": "once",
     }  # fmt: skip
     assert "probe 1.5 s, steps 7.0 s, checkpoints 1.5 s" in page.words["summary"]
-    assert "of 1,536 MiB, memory_limit" in page.words["summary"] and page.data["runs"][0]["limit"] == 1536
+    assert "of 1.50 GiB, memory_limit" in page.words["summary"] and page.data["runs"][0]["limit"] == 1536
     assert page.tables["recoveries"][0][1:] == [["5", "1", "with 8 samples of up to 40 tokens", "160 tokens"]]
     assert "<title>run · lora_llama3_2_1b · adaptive batching</title>" in page.text
     assert "on Z80, 1 cores" in page.text and "torch 2.9, torchtune 0.6.1" in page.text
     assert "optimizer:\n  _component_: torch.optim.AdamW" in page.codes[1], "the whole config"
     assert "validation 45.000, least 9.000 after step 6" in page.words["summary"]
     assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
-        ["2", "0.3 KiB", "yes"], ["8", "0.9 KiB", "yes"], ["16", "out of memory", "no"],
+        ["2", "0.0 MiB", "yes"], ["8", "0.0 MiB", "yes"], ["16", "out of memory", "no"],
     ]  # fmt: skip
     [drawn] = page.data["probes"]
     assert drawn["chosen"] == 8 and drawn["failed"] == [16]
     assert len(drawn["predicted"]) == len(record["probe"][0]["predicted"])
-    assert "A step of 16 would take about 2 MiB" in page.words["probe"]
+    assert "A step of 16 would take about 2.0 MiB" in page.words["probe"]
     [[_, *rows]] = page.tables["exploration"]
     assert [(row[0], row[2]) for row in rows] == [(str(each.candidate), f"{each.speedup:.2f}") for each in EXPLORED]
     assert [row[3] for row in rows] == ["", "1.61 to 1.79", "1.38 to 1.55"]
@@ -125,9 +125,9 @@ def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert page.tables["probe"][0][1:] == [
         ["logits", "400 MiB", "37 %"], ["in use before, and not traced", "369 MiB", "34 %"],
-        ["weights", "300 MiB", "28 %"], ["peak", "1,069 MiB", "100 %"],
+        ["weights", "300 MiB", "28 %"], ["peak", "1.04 GiB", "100 %"],
     ]  # fmt: skip
-    assert "What sets the peak of 1,069 MiB at 32 samples: the backward" in page.words["probe"]
+    assert "What sets the peak of 1.04 GiB at 32 samples: the backward" in page.words["probe"]
 
 
 @pytest.mark.parametrize(("exact", "shown"), [(51, 51), (32, None), (None, None)])

@@ -45,7 +45,7 @@ def test_the_table_says_what_was_decided_and_why(report: Report) -> None:
     table = "\n".join(report.table())
     for words in (
         "8, bound by memory", "3 training steps, 1 out of memory",
-        "64 tokens per sample; 16 would take about 2 MiB", *MEAN_LOSSES, str(report.path),
+        "64 tokens per sample; 16 would take about 2.0 MiB", *MEAN_LOSSES, str(report.path),
     ):  # fmt: skip
         assert words in table
     assert ["1.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in [line.split() for line in report.table()]

@@ -8,8 +8,11 @@ It prints where each of them is, and last a JSON object. Counting is not judging
 from __future__ import annotations
 
 import ast
+import io
 import json
+import re
 import subprocess
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -46,13 +49,13 @@ def length_of(function: Function) -> int:
 
 
 def parameters_of(function: Function) -> int:
-    given = function.args
-    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    args = function.args
+    names = [parameter.arg for parameter in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
 
 def functions_with(trees: dict[Path, ast.Module], measure: Callable[[Function], int], over: int) -> list[str]:
-    measured = [(path, each, measure(each)) for path, tree in trees.items() for each in functions(tree)]
+    measured = [(path, function, measure(function)) for path, tree in trees.items() for function in functions(tree)]
     return [f"{path}:{function.lineno} {function.name}, {size}" for path, function, size in measured if size > over]
 
 
@@ -63,13 +66,13 @@ def module_of(path: Path) -> str:
 
 def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
     """Return the modules of the package that are imported where a module is loaded."""
-    found: set[str] = set()
-    inside = {each for function in functions(tree) for each in ast.walk(function)}
+    imported: set[str] = set()
+    inside = {node for function in functions(tree) for node in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node not in inside:
             names = {f"{node.module}.{alias.name}" for alias in node.names} & modules
-            found |= names or {node.module} & modules
-    return found
+            imported |= names or {node.module} & modules
+    return imported
 
 
 def cycle_of(graph: dict[str, set[str]]) -> list[str]:
@@ -105,6 +108,30 @@ def retry_loops(tree: ast.Module) -> Iterator[int]:
             yield from [node.lineno] if "failed" in names else []
 
 
+def used_once(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yield private functions that are named in one other place of their file, so that they could stand there."""
+    for path, tree in trees.items():
+        uses = Counter(
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Name, ast.Attribute))
+        )
+        for function in functions(tree):
+            if _is_private(function.name) and uses[function.name] == 1 and not function.decorator_list:
+                yield f"{path}:{function.lineno} {function.name}, {length_of(function)}"
+
+
+def comments_of(path: Path) -> int:
+    """Return how many comments a file has, each of consecutive lines counted once; none that speak to a tool."""
+    tokens = tokenize.generate_tokens(io.StringIO((ROOT / path).read_text()).readline)
+    lines = [
+        token.start[0]
+        for token in tokens
+        if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|fmt:|pragma)", token.string)
+    ]
+    return sum(line - 1 not in lines for line in lines)
+
+
 def count() -> dict[str, Any]:
     """Return all figures, and print where what is counted lies."""
     paths = files_of(PACKAGE)
@@ -116,7 +143,7 @@ def count() -> dict[str, Any]:
         room: {rooms[other] for name in graph if rooms[name] == room for other in graph[name]} - {room, PACKAGE}
         for room in {*rooms.values()}
     }
-    found: dict[str, list[str]] = {
+    places: dict[str, list[str]] = {
         "functions_over_50_lines": functions_with(trees, length_of, over=MAX_LINES),
         "over_6_parameters": functions_with(trees, parameters_of, over=MAX_PARAMETERS),
         "twin_names": [
@@ -125,17 +152,25 @@ def count() -> dict[str, Any]:
             if times > 1 and not name.startswith("__")
         ],
         "cycles": [" -> ".join(cycle) for cycle in (cycle_of(graph), cycle_of(of_rooms)) if cycle],
+        "private_functions_used_once": [*used_once(trees)],
         "retry_loops": [f"{path}:{line}" for path, tree in trees.items() for line in retry_loops(tree)],
         "private_names_outside_patches": [
             f"{path}: {name}" for path, tree in trees.items() for name in private_names(tree) if name not in PRIVATE
         ],
     }
-    for what, where in found.items():
+    for what, where in places.items():
         print(f"{what}:", *where, sep="\n  ")
     lines = lines_of(paths)
-    counts = {what: len(where) for what, where in found.items()}
-    ratio = round(lines_of(files_of("tests")) / lines, 2)
-    return {"library_lines": lines, "files": len(paths), **counts, "test_lines_over_library": ratio}
+    counts = {what: len(where) for what, where in places.items()}
+    num_functions = sum(1 for tree in trees.values() for _ in functions(tree))
+    return {
+        "library_lines": lines,
+        "files": len(paths),
+        **counts,
+        "functions_per_100_lines": round(100 * num_functions / lines, 1),
+        "comments_per_100_lines": round(100 * sum(map(comments_of, paths)) / lines, 1),
+        "test_lines_over_library": round(lines_of(files_of("tests")) / lines, 2),
+    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ CARDS = [find_gpus(name)[0] for name in ("RTX 4090", "L40S", "H100")]  # sold as
 _FIGURES = re.compile(r"^#   RTX 4090 .*$", flags=re.MULTILINE)
 
 
-def question_of(path: Path) -> PlanRequest:
+def request_of(path: Path) -> PlanRequest:
     """Return the run that a config says it is launched as."""
     text, cfg = path.read_text(), OmegaConf.load(path)
     [recipe] = re.findall(LAUNCHED, text)
@@ -38,8 +38,8 @@ def shown(path: Path) -> str:
 
 def planned(path: Path) -> str:
     """Return the line to show: the largest forward of samples of the longest length, on each card."""
-    question = question_of(path)
-    forecast = sketch(question, int(question.cfg.tokenizer.max_seq_len)).forecast
+    request = request_of(path)
+    forecast = sketch(request, int(request.cfg.tokenizer.max_seq_len)).forecast
     largest = [
         f"{gpu.name} ({gpu.memory_gib:.1f} GiB): {forecast.largest(gpu.memory_bytes) or 'none'}" for gpu in CARDS
     ]

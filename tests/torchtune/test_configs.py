@@ -15,7 +15,7 @@ from adaptive_batching._torchtune.plan.meta_setup import Data, on_devices, set_u
 from adaptive_batching._torchtune.train.settings import FIELDS, read_evaluation, read_settings
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ROOT
-from tests.support.planned_batches import ADAPTIVE, planned_apart, question_of, shown
+from tests.support.planned_batches import ADAPTIVE, planned_apart, request_of, shown
 
 OURS = sorted((ROOT / "recipes" / "configs").glob("**/*.yaml"))
 EACH = pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
@@ -35,7 +35,7 @@ def test_our_configs_are_valid_and_read_and_say_how_to_launch_them(path: Path) -
     assert launched and (ROOT / "recipes" / f"{launched[1]}.py").exists()
     assert ROOT / "recipes" / "configs" / f"{launched[2]}.yaml" == path
 
-    source = Path(load_stock(question_of(path).recipe).__file__ or "").read_text()
+    source = Path(load_stock(request_of(path).recipe).__file__ or "").read_text()
     for key in map(str, cfg):
         is_read = re.search(rf'cfg\.{key}\b|cfg\.get\(\s*"{key}"', source) or key == "profiler"
         assert is_read or key in FIELDS or f"${{{key}}}" in path.read_text(), key
@@ -47,12 +47,12 @@ def test_our_configs_are_valid_and_read_and_say_how_to_launch_them(path: Path) -
     [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if "qlora" in path.stem else []) for path in ADAPTIVE],
 )
 def test_our_config_can_be_set_up(path: Path) -> None:
-    question = question_of(path)
-    with on_devices(question.devices):
-        host, run = set_up(question.recipe, question.cfg, Data(64, 10_000), question.devices)
+    request = request_of(path)
+    with on_devices(request.devices):
+        host, run = set_up(request.recipe, request.cfg, Data(64, 10_000), request.devices)
     assert any(parameter.requires_grad for parameter in host.model.parameters())
     assert all(parameter.is_meta for parameter in host.model.parameters())
-    assert run.steps_per_epoch == 10_000 // question.devices // run.window
+    assert run.steps_per_epoch == 10_000 // request.devices // run.window
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def transient_bytes(step: TrainingStep, batch_size: int = BATCH) -> int:
 
 
 def predicted_bytes(step: TracedStep, batch_size: int = BATCH) -> int:
-    log = step.at(batch_size).log
+    log = step.record_at(batch_size).log
     return max(log) - log[0]
 
 
@@ -98,9 +98,9 @@ def assert_same(ours: TracedStep, real: TracedStep) -> None:
     assert ours.is_uniform
     assert ours.curve.resting_bytes == real.curve.resting_bytes
     for size in SIZES:
-        record = ours.at(size)
+        record = ours.record_at(size)
         assert ours.curve.peak_bytes(size) == real.curve.peak_bytes(size) == max(record.log), size
-        assert record.at_peak() == real.at(size).at_peak()
+        assert record.at_peak() == real.record_at(size).at_peak()
         assert sum(record.sizes[: record.num_resting]) == record.log[0] and min(record.sizes) >= 0
         assert max(record.log) == sum(record.at_peak()[1].values())
 
@@ -182,7 +182,7 @@ def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
             assert trace_step(step).curve.peak_bytes(9) == traced.curve.peak_bytes(9), "after real steps, too"
     resting = ours.curve.resting_bytes
     kept = bytes_of(kept_tensors(step.model))
-    assert ours.at(case.batch_size).log[0] - resting == kept, "what a step keeps for the next"
+    assert ours.record_at(case.batch_size).log[0] - resting == kept, "what a step keeps for the next"
     assert bytes_of(step.model.parameters()) <= allocations.so_far().most_bytes
     if count == 1:  # some tensors of NF4 are views of larger ones
         there = [*step.model.parameters(), *step.model.buffers(), *state_tensors(real.optimizers)]

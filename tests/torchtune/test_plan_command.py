@@ -21,6 +21,7 @@ from adaptive_batching._torchtune.plan.plan_command import load_config
 from adaptive_batching._torchtune.plan.planning import CONFIGS, PlanRequest, levers, look_out
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import Reserved
+from adaptive_batching._values import memory_size
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.support.overrides import DOUBLE
@@ -61,7 +62,7 @@ def found(plan: Any) -> Any:
     ("memory", "code", "line"),
     [
         (["--memory", "24GiB"], 0, "fits: a forward of 8 x 256 tokens .* of 24.00 GiB"),
-        (["--memory", "300MiB"], 1, "does not fit: a forward of 8 x 256 tokens .* of 0.29 GiB"),
+        (["--memory", "300MiB"], 1, "does not fit: a forward of 8 x 256 tokens .* of 300 MiB"),
         ([], 4, "cannot tell: a forward of 8 x 256 tokens .*give --memory or --gpu"),
     ],
 )
@@ -189,9 +190,9 @@ def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
     session: Any = recipe._session
-    question = PlanRequest("full_finetune_single_device", cfg, samples=session.host.samples_per_rank)
-    _, epochs, _ = look_out(question, 64, largest=10**6)
-    assert epochs == session.growth.course.plan(0)
+    request = PlanRequest("full_finetune_single_device", cfg, samples=session.host.samples_per_rank)
+    _, epochs, _ = look_out(request, 64, largest=10**6)
+    assert epochs == session.growth.batch_schedule.plan(0)
 
 
 FEWER = ("shorter samples", "more devices")
@@ -256,11 +257,13 @@ def test_a_plain_number_is_gib(text: str, num_bytes: int) -> None:
 def test_the_first_line_names_host_memory_and_one_sample_is_one(plan: Any, found: Any) -> None:
     one = [*IN_2_GIB, "--samples", "1", "batch_size=1", "model.vocab_size=2000"]
     paged = [*one, "optimizer._component_=bitsandbytes.optim.PagedAdamW"]
-    host = found(*paged)["paged_bytes"] / MIB
+    host = found(*paged)["paged_bytes"]
     out = plan(*paged)[1]
     assert "an epoch of 1 sample of 256 tokens: " in out and "1 samples" not in out
     first = out.splitlines()[0]
-    assert host > 1 and first.endswith(f"; plus up to {host:.1f} MiB of host memory for paged optimizer states")
+    assert host > 1 and first.endswith(
+        f"; plus up to {memory_size(host * MIB)} of host memory for paged optimizer states"
+    )
 
 
 @pytest.mark.parametrize(

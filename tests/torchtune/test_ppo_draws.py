@@ -37,7 +37,7 @@ def of_parts(num_rows: int, chunk: int, ends: list[int], rng: torch.Generator) -
         for start, end in zip([0, *ends], ends, strict=False):
             for _ in range(2):  # the first time it runs out of memory
                 used.clear()
-                with draws.of(start, end):
+                with draws.for_rows(start, end):
                     for _ in range(TOKENS):
                         _generation.generate_next_token(q=drawn(end - start, rng))
             parts.append(torch.stack(used, dim=1))

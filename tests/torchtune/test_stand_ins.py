@@ -70,7 +70,7 @@ def test_a_trace_keeps_on_the_device_what_torchtune_keeps(
     assert ours.is_uniform
     for size in (4, 50, 1000):
         assert ours.curve.peak_bytes(size) == theirs.curve.peak_bytes(size)
-        assert ours.at(size).at_peak() == theirs.at(size).at_peak()
+        assert ours.record_at(size).at_peak() == theirs.record_at(size).at_peak()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -98,4 +98,4 @@ def test_the_stand_in_for_flex_attention_takes_what_flex_attention_takes(
         more = theirs.curve.peak_bytes(size) - ours.curve.peak_bytes(size)
         assert 0 <= more <= len(layers) * size * row + 1024, "and some scalars"
     assert theirs.curve.resting_bytes == ours.curve.resting_bytes
-    assert theirs.at(1000).at_peak()[0] == ours.at(1000).at_peak()[0]
+    assert theirs.record_at(1000).at_peak()[0] == ours.record_at(1000).at_peak()[0]

@@ -131,7 +131,7 @@ def test_a_trace_has_the_states_of_the_optimizer_and_runs_none_of_its_kernels(
     expected = sum(value.nbytes for key, value in states_of(other).items() if "unorm" not in key)  # a norm of 4 bytes
     for kernel in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
         monkeypatch.setattr(bitsandbytes.functional, kernel, lambda *args, **kwargs: pytest.fail("a kernel ran"))
-    _, kinds = trace_step(other if stepped else step).at(4).at_peak()
+    _, kinds = trace_step(other if stepped else step).record_at(4).at_peak()
     assert kinds[STATES] == expected
     assert not step.optimizers[0].state
 

@@ -107,7 +107,7 @@ def test_asking_for_a_loader_probes_nothing(tmp_path: Path) -> None:
     assert ours.accelerator.prepare(ours.get_train_dataloader()) is not None
     values = ours.set_initial_training_values(ours.args, ours.get_train_dataloader())
     assert values[-1] == 10, "steps, as of Trainer"
-    assert not watched.forwards and not watched.failures and ours.adaptive.course is None
+    assert not watched.forwards and not watched.failures and ours.adaptive.schedule is None
     assert ours.optimizer is None
 
 

@@ -90,7 +90,7 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
     arguments = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 16})
     ours = make_trainer(tmp_path / "ours", arguments, **settings)
     ours.train()
-    assert ours.adaptive.course.sizes == [16, 16]
+    assert ours.adaptive.schedule.sizes == [16, 16]
     assert ours.adaptive.probe.batch_size == 16
     assert_alike(ours, stock)
 
@@ -127,8 +127,9 @@ def growing(folder: Path, *, lr_scaling: str = "none", **settings: Any) -> Any:
 def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
     whole = growing(tmp_path / "whole", save_strategy="steps", save_steps=1)
     whole.train()
-    course = whole.adaptive.course
-    assert (course.sizes, course.batches, course.steps, course.max_steps) == ([6, 12, 20], [7, 4, 2], [4, 2, 1], 7)
+    schedule = whole.adaptive.schedule
+    assert (schedule.sizes, schedule.batches, schedule.steps) == ([6, 12, 20], [7, 4, 2], [4, 2, 1])
+    assert schedule.max_steps == 7
     assert [each["batch_size"] for each in losses(whole)] == [6, 6, 6, 6, 12, 12, 20]
     epochs = [each["epoch"] for each in losses(whole)]
     assert epochs == pytest.approx([2 / 7, 4 / 7, 6 / 7, 1, 1.5, 2, 3], abs=1e-4)

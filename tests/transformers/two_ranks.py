@@ -129,7 +129,7 @@ def comparing(found: dict[str, Any]) -> Iterator[None]:
     def compare(step: TrainingStep, *more: Any, **named: Any) -> Any:
         def leave_out(issued: Any, call: Any, arguments: Any, async_op: bool) -> None:
             """Send nothing: gloo makes copies, which a device does not."""
-            issued.append(fsdp._Collective.of(*arguments))
+            issued.append(fsdp._Collective.as_issued(*arguments))
 
         with mock.patch.object(fsdp, "_issue", leave_out), unchanged(step.model, step.optimizers, None):
             found["predicted"] = predicted_and_real(step, (2, 8))

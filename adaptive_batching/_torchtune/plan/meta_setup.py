@@ -37,7 +37,7 @@ from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.learning_rate import scheduled_rates
 from adaptive_batching._torchtune.stock.loading import load_stock, replaced_in_torchtune, stock_recipe
 from adaptive_batching._torchtune.stock.losses import (
-    KINDS,
+    ANSWERS,
     accept_configs_of_torchao,
     distillation,
     fake_quantized,
@@ -73,7 +73,7 @@ class Data:
     def __getitem__(self, index: int) -> Sample:
         tokens = [1] * self.length
         if self.pairs:
-            return {f"{kind}_{part}": list(tokens) for kind in KINDS for part in ("input_ids", "labels")}
+            return {f"{kind}_{part}": list(tokens) for kind in ANSWERS for part in ("input_ids", "labels")}
         sample: Sample = {"tokens": tokens, "labels": list(tokens)}
         if self.packed:
             sample = {key: torch.tensor(value) for key, value in sample.items()}

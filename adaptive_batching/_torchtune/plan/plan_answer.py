@@ -13,8 +13,9 @@ from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, MemoryEstimate
 from adaptive_batching._torchtune.plan import planning
 from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
-from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.traced_step import BACKWARD, FORWARD
+from adaptive_batching._values import memory_size
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
@@ -39,11 +40,11 @@ class Asked:
     """The command line, read."""
 
     config: str
-    question: PlanRequest
+    request: PlanRequest
     length: int | None
     length_unknown: str  # why, where it is not known
     lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
-    gpus: Sequence[Gpu]  # the question is about the smallest
+    gpus: Sequence[Gpu]  # the request is about the smallest
     mfu: float | None
     levers: bool
     table: bool
@@ -60,28 +61,28 @@ def answer(asked: Asked, *, as_json: bool) -> int:
         if not as_json:
             print("\n".join(lines), flush=True)
 
-    question, length = asked.question, asked.length
+    request, length = asked.request, asked.length
     if length is None or asked.table or asked.levers:
         planning.start_processes()
     if length is None:
-        found, unknown = planning.over_lengths(question), Answer.CANNOT_TELL
+        found, unknown = planning.over_lengths(request), Answer.CANNOT_TELL
         shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
         shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
         show(f"{unknown}: length unknown, because {asked.length_unknown}; give --sequence-length", *_lengths(found))
         code = unknown
     else:
         start = time.perf_counter()
-        made = planning.sketch(question, length)
+        made = planning.sketch(request, length)
         shown, lines = _plan(asked, made)
         show(*lines)
         if asked.table:
-            shown["lengths"] = planning.over_lengths(question, length)
+            shown["lengths"] = planning.over_lengths(request, length)
             show("", *_lengths(shown["lengths"]))
         if asked.levers:
             shown["levers"] = planning.pull_levers(made)
             show("", f"What would help, for {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
         shown["seconds"] = round(time.perf_counter() - start, 2)
-        code = made.need.within(question.memory_bytes)
+        code = made.need.within(request.memory_bytes)
     if as_json:
         print(json.dumps(shown, indent=1))
     return int(code.value)
@@ -89,17 +90,17 @@ def answer(asked: Asked, *, as_json: bool) -> int:
 
 def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
     """Return the plan as an object, and in words."""
-    question, need, largest = asked.question, made.need, made.largest
-    memory, found = question.memory_bytes, need.within(question.memory_bytes)
+    request, need, largest = asked.request, made.need, made.largest
+    memory, found = request.memory_bytes, need.within(request.memory_bytes)
     epochs, of_epochs = _epochs(made)
     epoch_flops = _epoch_flops(asked, made)
     hours = None
     if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
-        hours = epoch_flops / question.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
+        hours = epoch_flops / request.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
     shown = {
         "version": VERSION,
         "config": asked.config,
-        **{key: getattr(question, key) for key in ("recipe", "devices", "memory_bytes")},
+        **{key: getattr(request, key) for key in ("recipe", "devices", "memory_bytes")},
         **{key: getattr(made, key) for key in _OF_RUN},
         **{key: getattr(need, key) for key in _OF_STEP},
         "answer": str(found),
@@ -138,15 +139,16 @@ def _heads(gpus: Sequence[Mapping[str, Any]], made: TracedPlan) -> list[str]:
     """Return the answer on several GPUs, one line each."""
     rows = [["GPU", "memory", "answer", "largest micro-batch"]]
     for each in gpus:
-        rows.append([each["name"], _size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
-    need = f"{_size(made.need.least_bytes)} to {_size(made.need.most_bytes)}{_on_the_host(made.paged_bytes)}"
-    return [f"{_forward(made)}{_of_devices(made)} needs {need}", *_table(rows), *_assumed(made)]
+        rows.append([each["name"], memory_size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
+    span = f"{memory_size(made.need.least_bytes)} to {memory_size(made.need.most_bytes)}"
+    need = f"{_forward(made)}{_of_devices(made)} needs {span}{_on_the_host(made.paged_bytes)}"
+    return [need, *_table(rows), *_assumed(made)]
 
 
 def _head(asked: Asked, made: TracedPlan) -> list[str]:
     length, largest = made.length, made.largest
     where = (f" on {asked.gpu.name}" if asked.gpu else "") + _of_devices(made)
-    line = first_line(made.need, made.question.memory_bytes, _forward(made), where)
+    line = first_line(made.need, made.request.memory_bytes, _forward(made), where)
     lines = [line + _on_the_host(made.paged_bytes)]
     if largest is not None:
         lines.append(f"largest micro-batch: {_samples(largest)} of {length:,} tokens")
@@ -159,11 +161,11 @@ def _forward(made: TracedPlan) -> str:
 
 
 def _of_devices(made: TracedPlan) -> str:
-    return f" on each of {made.question.devices} devices" if made.question.devices > 1 else ""
+    return f" on each of {made.request.devices} devices" if made.request.devices > 1 else ""
 
 
 def _on_the_host(paged_bytes: int) -> str:
-    return f"; plus up to {_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
+    return f"; plus up to {memory_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
 
 
 def _assumed(made: TracedPlan) -> list[str]:
@@ -174,49 +176,57 @@ def first_line(need: MemoryEstimate, memory: int | None, what: str, where: str) 
     """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
     found, least, most = need.within(memory), need.least_bytes, need.most_bytes
     if memory is None:
-        return f"{found}: {what} needs {_size(least)} to {_size(most)}; give --memory or --gpu"
-    of_memory = f"of {_size(memory)}{where}"
+        return f"{found}: {what} needs {memory_size(least)} to {memory_size(most)}; give --memory or --gpu"
+    of_memory = f"of {memory_size(memory)}{where}"
     if found is Answer.FITS:
-        return f"{found}: {what} needs at most {_size(most)} {of_memory}, {_size(memory - most)} left"
+        return f"{found}: {what} needs at most {memory_size(most)} {of_memory}, {memory_size(memory - most)} left"
     if found is Answer.TIGHT:
         return (
-            f"{found}: {what} needs {_size(least)} to {_size(most)} {of_memory}; "
-            f"{_size(memory - least)} left in the best case, {_size(most - memory)} too little in the worst"
+            f"{found}: {what} needs {memory_size(least)} to {memory_size(most)} {of_memory}; "
+            f"{memory_size(memory - least)} left in the best case, {memory_size(most - memory)} too little in the worst"
         )
-    return f"{found}: {what} needs at least {_size(least)} {of_memory}, {_size(least - memory)} too little"
+    return f"{found}: {what} needs at least {memory_size(least)} {of_memory}, {memory_size(least - memory)} too little"
 
 
 def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
     reserved = need.reserved
     best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
     rows = [
-        ["tensors", _size(need.peak_bytes), f"{_size(need.resting_bytes)} between steps"],
-        ["reserved by the allocator", _size(reserved.by_default), f"{_size(reserved.least)} is enough, with retries"],
-        ["with expandable segments", _size(reserved.expandable), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
-        *([each.name, f"{_size(each.least)} to {_size(each.most)}", each.source] for each in need.outside),
-        ["fits from", _size(need.most_bytes), "reserved, and the upper figures above"],
-        ["does not fit below", _size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
+        ["tensors", memory_size(need.peak_bytes), f"{memory_size(need.resting_bytes)} between steps"],
+        [
+            "reserved by the allocator",
+            memory_size(reserved.by_default),
+            f"{memory_size(reserved.least)} is enough, with retries",
+        ],
+        [
+            "with expandable segments",
+            memory_size(reserved.expandable),
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ],
+        *([each.name, f"{memory_size(each.least)} to {memory_size(each.most)}", each.source] for each in need.outside),
+        ["fits from", memory_size(need.most_bytes), "reserved, and the upper figures above"],
+        ["does not fit below", memory_size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
     ]
     if paged_bytes:
         why = "moved to host memory when the GPU is short of room"
-        rows.append(["paged optimizer states", _size(paged_bytes), why])
+        rows.append(["paged optimizer states", memory_size(paged_bytes), why])
     return _table(rows)
 
 
 def _peak(need: MemoryEstimate) -> list[str]:
     kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
-    rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
+    rows = [[kind, memory_size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
     during = f"{need.moment} pass" if need.moment in (FORWARD, BACKWARD) else need.moment
     return [f"At the peak, in the {during}:", *_table(rows)]
 
 
 def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Return the epochs as objects, None if they are not known, and in words."""
-    if made.question.samples is None:
+    if made.request.samples is None:
         return None, ["Epochs: number of samples unknown; give --samples"]
     if not made.largest:
         return None, ["Epochs: not planned, as no memory is given or nothing fits"]
-    found, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
+    found, epochs, is_decided = planning.look_out(made.request, made.length, made.largest)
     rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
     for epoch in epochs:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
@@ -228,7 +238,7 @@ def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
 
 def _epoch_flops(asked: Asked, made: TracedPlan) -> float | None:
     """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
-    need, samples, length = made.need, asked.question.samples, made.length
+    need, samples, length = made.need, asked.request.samples, made.length
     attention = need.attention_flops / need.batch_size
     others = (need.flops - need.recomputed_flops) / need.batch_size - attention
     if asked.lengths is None:
@@ -245,7 +255,7 @@ def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: floa
     lines = [line + f" ({need.batch_size} x {length:,} tokens, per device)"]
     if epoch_flops is not None:
         tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"
-        line = f"  an epoch of {_samples(asked.question.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
+        line = f"  an epoch of {_samples(asked.request.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
         if hours is not None and asked.gpu is not None:
             line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
@@ -266,7 +276,7 @@ def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [["tokens", *(f"{batch} need" for batch in planning.BATCHES), "largest micro-batch"]]
     for each in found:
         largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
-        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
+        needs = [memory_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
         rows.append([f"{each['sequence_length']:,}", *needs, largest])
     return ["Samples in a forward", *_table(rows)]
 
@@ -274,7 +284,7 @@ def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
 def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [["", "saves", "then fits", "to paste"]]
     for each in found:
-        saved = "?" if each["saved_bytes"] is None else _size(each["saved_bytes"])
+        saved = "?" if each["saved_bytes"] is None else memory_size(each["saved_bytes"])
         largest = each["largest_micro_batch"]
         fits = "?" if largest is None else f"{largest} x {each['sequence_length']:,}"
         paste = each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"
@@ -284,12 +294,6 @@ def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _samples(number: int) -> str:
     return "1 sample" if number == 1 else f"{number:,} samples"
-
-
-def _size(num_bytes: float) -> str:
-    if abs(num_bytes) >= GIB / 10:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.1f} MiB"
 
 
 def _flops(flops: float) -> str:

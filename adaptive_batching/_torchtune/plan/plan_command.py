@@ -33,7 +33,7 @@ from adaptive_batching._torchtune.names import LAUNCHED, closest, why_not_read
 from adaptive_batching._torchtune.plan.meta_setup import RECIPES
 from adaptive_batching._torchtune.plan.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.plan.planning import CONFIGS, NotPlannedError, PlanRequest
-from adaptive_batching._torchtune.stock.losses import KINDS
+from adaptive_batching._torchtune.stock.losses import ANSWERS
 from adaptive_batching._torchtune.train.stock_keys import check_kinds
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, first_line
@@ -112,9 +112,9 @@ def _read(args: argparse.Namespace) -> Asked:
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
     length = length or (max(lengths) if lengths else None)
     unknown = f"tokenizer.max_seq_len is null and the data could not be read ({why})"
-    question = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
+    request = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
     return Asked(
-        name, question, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
+        name, request, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
         not args.no_levers and len(gpus) < 2, args.table,
     )  # fmt: skip
 
@@ -217,7 +217,7 @@ def _not_covered(config: str, recipe: str) -> str:
 
 def _read_lengths(cfg: DictConfig) -> tuple[list[int] | None, str]:
     """Return the tokens of each sample, of a pair those of its longer answer; or None, and why they cannot be read."""
-    keys = ("tokens", *(f"{kind}_input_ids" for kind in KINDS))
+    keys = ("tokens", *(f"{kind}_input_ids" for kind in ANSWERS))
     try:
         with _offline():
             tokenizer = config.instantiate(cfg.tokenizer)

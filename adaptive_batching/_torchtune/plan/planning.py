@@ -73,7 +73,7 @@ class PlanRequest:
     memory_bytes: int | None = None  # of a device; None if that is not known
 
     def changed(self, overrides: str) -> PlanRequest:
-        """Return the question with ``key=value`` pairs, as they are pasted into a command line, in the config."""
+        """Return the request with ``key=value`` pairs, as they are pasted into a command line, in the config."""
         cfg = OmegaConf.merge(self.cfg, OmegaConf.from_dotlist(overrides.split()))
         assert isinstance(cfg, DictConfig)
         return replace(self, cfg=cfg)
@@ -83,7 +83,7 @@ class PlanRequest:
 class TracedPlan:
     """A run on paper, traced at one length."""
 
-    question: PlanRequest
+    request: PlanRequest
     length: int
     forecast: Forecast
     asked: int  # samples of a forward that the config asks for at least
@@ -100,16 +100,16 @@ class TracedPlan:
     @cached_property
     def largest(self) -> int | None:
         """Samples of the largest forward that fits; None if the memory is not known."""
-        memory = self.question.memory_bytes
+        memory = self.request.memory_bytes
         return None if memory is None else self.forecast.largest(memory)
 
 
-def sketch(question: PlanRequest, length: int) -> TracedPlan:
+def sketch(request: PlanRequest, length: int) -> TracedPlan:
     """Set a run up on paper and trace its step on samples of ``length`` tokens: two forwards where gradients add up."""
     allocations = Allocations()
-    with _set_up(question, length, allocations) as (host, run, settings):
+    with _set_up(request, length, allocations) as (host, run, settings):
         asked = sizing_of(host, run, settings)
-        set_up = allocations.so_far(empties_cache=question.devices > 1 or asked.probes)
+        set_up = allocations.so_far(empties_cache=request.devices > 1 or asked.probes)
         most = min(int(getattr(model, "max_seq_len", length)) for model in host.models)
         if length > most:
             raise TooLongError(
@@ -118,55 +118,55 @@ def sketch(question: PlanRequest, length: int) -> TracedPlan:
         data: Data = host.loader.dataset
         in_parts = asked.request.in_parts
         step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
-        forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
+        forecast = Forecast(trace_step(step), outside_of_allocator(request.devices), set_up, 2 if in_parts else 1)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         assumes = "both answers of each pair have that length" if data.pairs else None
         return TracedPlan(
-            question, length, forecast, asked.least_forward, sum(map(paged_bytes, host.optimizers)),
+            request, length, forecast, asked.least_forward, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes,
         )  # fmt: skip
 
 
-def look_out(question: PlanRequest, length: int, largest: int) -> tuple[Sizes, list[PlannedEpoch], bool]:
+def look_out(request: PlanRequest, length: int, largest: int) -> tuple[Sizes, list[PlannedEpoch], bool]:
     """Return a run's largest batch if ``largest`` samples fit, its epochs, and whether training cannot change them."""
-    with _set_up(question, length) as (host, run, settings):
+    with _set_up(request, length) as (host, run, settings):
         increase = resolve_increase(settings)
         asked = sizing_of(host, run, settings)
-        request, sizes = asked.request, asked.unprobed
+        probe, sizes = asked.request, asked.unprobed
         if asked.probes:
-            candidates = candidate_sizes(request.upper, powers_of_two=request.rounds, include=request.include)
+            candidates = candidate_sizes(probe.upper, powers_of_two=probe.rounds, include=probe.include)
             found = max((size for size in candidates if size <= largest), default=1)
-            sizes = asked.settle(found, request.upper_reason if found == candidates[-1] else "memory")
+            sizes = asked.settle(found, probe.upper_reason if found == candidates[-1] else "memory")
         controller = make_controller(host, run, increase, asked.accumulation, sizes, {})
         is_decided = controller.decides_early and increase.noise_scale_every is None
         split_policy = SplitPolicy(is_stock=not settings.enabled)
         growth = Growth(host, run, replace(increase, noise_scale_every=None), controller, split_policy, {})
-        return sizes, growth.course.plan(0), is_decided
+        return sizes, growth.batch_schedule.plan(0), is_decided
 
 
 @contextlib.contextmanager
 def _set_up(
-    question: PlanRequest, length: int, allocations: Allocations | None = None
+    request: PlanRequest, length: int, allocations: Allocations | None = None
 ) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
-    _check_covered(question)
-    dataset = question.cfg.get("dataset")
+    _check_covered(request)
+    dataset = request.cfg.get("dataset")
     packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
-    data = Data(length, question.samples or _SOME_SAMPLES, packed)
-    with quiet(), on_devices(question.devices):
-        settings = read_settings(question.cfg, warns=False)
-        cfg = question.changed("device=cuda").cfg
-        host, run = set_up(question.recipe, cfg, data, question.devices, allocations)
+    data = Data(length, request.samples or _SOME_SAMPLES, packed)
+    with quiet(), on_devices(request.devices):
+        settings = read_settings(request.cfg, warns=False)
+        cfg = request.changed("device=cuda").cfg
+        host, run = set_up(request.recipe, cfg, data, request.devices, allocations)
         if any(image_of(model) is not None for model in host.models):
             raise NotPlannedError("the model takes images, which plan does not count; a dry run does")
         yield host, run, settings
 
 
-def _check_covered(question: PlanRequest) -> None:
+def _check_covered(request: PlanRequest) -> None:
     """Refuse what would be planned wrongly, or ends in the first step."""
-    cfg = question.cfg
+    cfg = request.cfg
     tensor_parallel = cfg.get("tensor_parallel_dim", 1)
-    if tensor_parallel == 1 or not question.recipe.startswith("full_finetune"):
+    if tensor_parallel == 1 or not request.recipe.startswith("full_finetune"):
         return
     ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
     if cfg.get("clip_grad_norm") is not None:
@@ -174,32 +174,32 @@ def _check_covered(question: PlanRequest) -> None:
             f"{ends}: torch cannot compute a gradient norm over several meshes; set clip_grad_norm=null"
         )
     of_torch = str(cfg.optimizer["_component_"]).startswith("torch.optim.")
-    if tensor_parallel == question.devices and of_torch and cfg.optimizer.get("foreach") is not False:
+    if tensor_parallel == request.devices and of_torch and cfg.optimizer.get("foreach") is not False:
         raise NotPlannedError(
             f"{ends}: on this many devices, norms are not distributed tensors, and torch's foreach optimizers cannot "
             "mix the two; set optimizer.foreach=False, or train on more devices"
         )
 
 
-def levers(question: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanRequest, int]]:
+def levers(request: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanRequest, int]]:
     """Yield what would save memory: a name, what to add to the command line, and the run and the length it makes."""
-    recipe, model = question.recipe, question.cfg.model
-    for name, paste in _of_config(question):
-        yield name, paste, question.changed(paste), length
+    recipe, model = request.recipe, request.cfg.model
+    for name, paste in _of_config(request):
+        yield name, paste, request.changed(paste), length
     is_quantized = "qlora" in str(model["_component_"]) or bool(model.get("quantize_base", False))
     kinds = ["LoRA"] if recipe in _TRAIN_ALL else []
     kinds += [] if is_quantized or "qat" in recipe else ["QLoRA"]
     for name in kinds:
-        yield from ((name, *found, length) for found in _with_adapters(question, f"{name.lower()}_"))
+        yield from ((name, *found, length) for found in _with_adapters(request, f"{name.lower()}_"))
     if length >= 256:
-        yield "shorter samples", f"tokenizer.max_seq_len={length // 2}", question, length // 2
+        yield "shorter samples", f"tokenizer.max_seq_len={length // 2}", request, length // 2
     if not recipe.endswith("single_device"):
-        more = replace(question, devices=question.devices * 2)
+        more = replace(request, devices=request.devices * 2)
         yield "more devices", f"--nproc_per_node {more.devices}", more, length
 
 
-def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
-    cfg, recipe = question.cfg, question.recipe
+def _of_config(request: PlanRequest) -> Iterator[tuple[str, str]]:
+    cfg, recipe = request.cfg, request.recipe
     yield from of_activations(
         checkpoints=bool(cfg.get("enable_activation_checkpointing")),
         offloads=bool(cfg.get("enable_activation_offloading", False)),
@@ -225,12 +225,12 @@ def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
         yield "8-bit optimizer", f"optimizer._component_={_PAGED}"
 
 
-def _with_adapters(question: PlanRequest, kind: str) -> Iterator[tuple[str, PlanRequest]]:
+def _with_adapters(request: PlanRequest, kind: str) -> Iterator[tuple[str, PlanRequest]]:
     """Yield what to paste for the adapters that a stock config gives the same model, and the run; none if none does."""
-    builder = str(question.cfg.model["_component_"]).rpartition(".")
+    builder = str(request.cfg.model["_component_"]).rpartition(".")
     wanted = f"{builder[0]}.{kind}{builder[2].removeprefix('lora_').removeprefix('qlora_')}"
-    recipe = question.recipe.replace("full_", "lora_", 1).replace("qat_distributed", "qat_lora_finetune_distributed")
-    knows_no_quantized = recipe == question.recipe and recipe.startswith(("lora_dpo", "knowledge"))
+    recipe = request.recipe.replace("full_", "lora_", 1).replace("qat_distributed", "qat_lora_finetune_distributed")
+    knows_no_quantized = recipe == request.recipe and recipe.startswith(("lora_dpo", "knowledge"))
     listed = "lora_finetune_single_device" if knows_no_quantized else recipe  # any recipe with adapters takes a model
     for config in [config for stock in registry.get_all_recipes() if stock.name == listed for config in stock.configs]:
         if Path(config.file_path).is_absolute():  # one of ours
@@ -239,13 +239,13 @@ def _with_adapters(question: PlanRequest, kind: str) -> Iterator[tuple[str, Plan
         assert isinstance(other, DictConfig)
         if other.model["_component_"] != wanted or other.model.get("use_dora", False):
             continue
-        if recipe == question.recipe:  # from LoRA to QLoRA
+        if recipe == request.recipe:  # from LoRA to QLoRA
             paste = f"model._component_={wanted}"
-            yield paste, question.changed(paste)
+            yield paste, request.changed(paste)
         else:
-            size = f"batch_size={question.cfg.batch_size}"
+            size = f"batch_size={request.cfg.batch_size}"
             paste = f"adaptive-batching run {recipe} --config {config.name} {size}"
-            yield paste, replace(question, recipe=recipe, cfg=other).changed(size)
+            yield paste, replace(request, recipe=recipe, cfg=other).changed(size)
         return
 
 
@@ -257,16 +257,16 @@ def start_processes() -> None:
 
 def pull_levers(made: TracedPlan) -> list[dict[str, Any]]:
     """Return what each lever saves and the largest batch with it, best first."""
-    found = _in_parallel(_pulled, [(*lever, made.need) for lever in levers(made.question, made.length)])
+    found = _in_parallel(_pulled, [(*lever, made.need) for lever in levers(made.request, made.length)])
     return sorted(found, key=lambda each: -(each["saved_bytes"] if each["saved_bytes"] is not None else -(2**62)))
 
 
 def _pulled(task: tuple[str, str, PlanRequest, int, MemoryEstimate]) -> dict[str, Any]:
-    name, paste, question, length, before = task
+    name, paste, request, length, before = task
     found: dict[str, Any] = {"name": name, "paste": paste, "saved_bytes": None, "reserved_bytes": None,
                              "largest_micro_batch": None, "sequence_length": length, "reason": None}  # fmt: skip
     try:
-        made = sketch(question, length)
+        made = sketch(request, length)
         found["reserved_bytes"] = made.forecast.need(before.batch_size).reserved.by_default
         found["saved_bytes"] = before.reserved.by_default - found["reserved_bytes"]
         found["largest_micro_batch"] = made.largest
@@ -275,10 +275,10 @@ def _pulled(task: tuple[str, str, PlanRequest, int, MemoryEstimate]) -> dict[str
     return found
 
 
-def over_lengths(question: PlanRequest, longest: int | None = None) -> list[dict[str, Any]]:
+def over_lengths(request: PlanRequest, longest: int | None = None) -> list[dict[str, Any]]:
     """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known."""
     lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
-    found = _in_parallel(_at_length, [(question, length) for length in lengths])
+    found = _in_parallel(_at_length, [(request, length) for length in lengths])
     return [each for each in found if each is not None]
 
 

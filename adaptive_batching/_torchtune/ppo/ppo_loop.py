@@ -73,7 +73,7 @@ class RolloutWork(RecipeWork[range, Trajectory]):
         return [partial(self._generate, self._start, self._start + len(part.samples)) for part in parts]
 
     def _generate(self, start: int, end: int) -> Trajectory:
-        with self.draws.of(start, end):
+        with self.draws.for_rows(start, end):
             return self._stock.generate(self._prompts[start:end])
 
     def parameters(self) -> list[nn.Parameter]:
@@ -131,7 +131,7 @@ class RolloutRandomNumbers:
         return min((row // self._chunk + 1) * self._chunk, self._num_rows)
 
     @contextlib.contextmanager
-    def of(self, start: int, end: int) -> Iterator[None]:
+    def for_rows(self, start: int, end: int) -> Iterator[None]:
         """Have a rollout of rows ``start`` to ``end`` inside draw their numbers."""
         first, last = start // self._chunk, (end - 1) // self._chunk
         before = start - first * self._chunk
@@ -203,22 +203,22 @@ class PPOLoop(Loop):
             super().run()
 
     def _run_epoch(self, epoch: int) -> None:
-        run, course = self._run, self._schedule.course
+        run, batch_schedule = self._run, self._schedule.batch_schedule
         self._show_total()
-        if course.epoch_is_over:
+        if batch_schedule.epoch_is_over:
             return  # what is left of the run's trajectories is less than a batch
         for index, samples in enumerate(self._schedule.batches()):
             with recorded_memory(run.memory_history, epoch, index):
                 self._run_batch(epoch, samples)
                 self._progress.update(1)
             run.profiler.step()
-            if course.epoch_is_over:
+            if batch_schedule.epoch_is_over:
                 break
             self._save_within(epoch)
 
     def _show_total(self) -> None:
         """Show the rollouts of the whole run, if the size does not change any more."""
-        self._progress.total = self.global_step + self._schedule.course.steps_left()
+        self._progress.total = self.global_step + self._schedule.batch_schedule.steps_left()
 
     def _run_batch(self, epoch: int, samples: list[Sample]) -> None:
         schedule = self._schedule

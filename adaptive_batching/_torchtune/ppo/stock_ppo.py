@@ -247,7 +247,7 @@ def longest(stock: StockPPO, context_length: int) -> Experience:
 def host_of(
     recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, backward_optimizers: OptimizersInBackward
 ) -> Host:
-    """Read a recipe that has been set up; ``gate`` holds the optimizers back, if they step in the backward pass."""
+    """Read a recipe that has been set up; ``backward_optimizers`` holds back those that step there."""
     in_backward = bool(recipe._optimizer_in_bwd)
     return Host(
         name=type(recipe).__name__,

@@ -23,7 +23,7 @@ from adaptive_batching._torchtune.stock.objective import SHORT, Activations, Bat
 log = logging.getLogger(__name__)
 
 _LOSSES = ("class_loss", "kd_loss")
-KINDS = ("chosen", "rejected")
+ANSWERS = ("chosen", "rejected")
 """Answers of a pair, by the names that torchtune gives them."""
 
 
@@ -247,7 +247,7 @@ class Preferences(Objective):
         self._pairs = 0  # of the optimizer step on this rank
 
     def tokens(self, sample: Sample) -> Sequence[int]:
-        longer: Sequence[int] = max((sample[f"{kind}_input_ids"] for kind in KINDS), key=len)
+        longer: Sequence[int] = max((sample[f"{kind}_input_ids"] for kind in ANSWERS), key=len)
         return longer
 
     def counts(self, samples: Sequence[Sample]) -> Counts:
@@ -255,7 +255,7 @@ class Preferences(Objective):
 
     def stretch(self, sample: Sample, length: int) -> Sample | None:
         stretched = {key: repeat_to(values, length) for key, values in sample.items()}
-        for kind in KINDS:
+        for kind in ANSWERS:
             stretched[f"{kind}_labels"] = list(stretched[f"{kind}_input_ids"])
         return stretched
 
@@ -270,7 +270,7 @@ class Preferences(Objective):
         tokens, labels = batch["tokens"], batch["labels"]
         pairs = tokens.shape[0] // 2
         log_probs, logits = self._forward(model, tokens, labels)
-        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(KINDS, _halves(logits), strict=True)}
+        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(ANSWERS, _halves(logits), strict=True)}
         del logits  # so that they are freed before the reference's are made, where the backward pass needs them not
         frozen = self.frozen_models
         reference, adapters = (frozen[0], contextlib.nullcontext()) if frozen else (model, disable_adapter(model))

@@ -133,7 +133,7 @@ def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction
     return planned(asked) if is_planned(function) else asked
 
 
-def _course_of(
+def _batch_schedule_of(
     host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController
 ) -> BatchSizeSchedule:
     shape = RunShape(
@@ -173,7 +173,7 @@ class _Interval:
 
 
 class Growth:
-    """Makes loader and learning rate follow the course of a run."""
+    """Makes loader and learning rate follow the batch schedule of a run."""
 
     adapts = True
 
@@ -188,7 +188,7 @@ class Growth:
     ) -> None:
         self._host, self._split_policy = host, split_policy
         self._is_warm = False
-        self.course = _course_of(host, run, increase.settings, controller)
+        self.batch_schedule = _batch_schedule_of(host, run, increase.settings, controller)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
         every = increase.noise_scale_every
         self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
@@ -196,11 +196,11 @@ class Growth:
         self._losses: list[float] = list(stored.get("losses", []))
         self._val_losses: list[float] = list(stored.get("val_losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
-        self.course.samples_seen, self.course.steps = stored.get("samples_seen", 0), run.first_step
-        self.course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
+        self.batch_schedule.samples_seen, self.batch_schedule.steps = stored.get("samples_seen", 0), run.first_step
+        self.batch_schedule.history = [(epoch, size) for epoch, size in stored.get("history", [])]
         within_epoch = stored.get("within_epoch")
         if within_epoch is not None:
-            self.learning_rate.advance(self.course.resume(run.first_epoch, within_epoch))
+            self.learning_rate.advance(self.batch_schedule.resume(run.first_epoch, within_epoch))
         self._resumes_epoch = within_epoch is not None
         if self.noise is not None and "noise_scale" in stored:
             self.noise.scale.load_state_dict(stored["noise_scale"])
@@ -208,7 +208,7 @@ class Growth:
     @property
     def global_batch_size(self) -> int:
         """Samples that the optimizer sees in a step."""
-        return self.course.window * self.course.shape.replicas
+        return self.batch_schedule.window * self.batch_schedule.shape.replicas
 
     def start_epoch(self, number: int) -> Decision | None:
         """Decide on the size that an epoch starts with; None for one that is resumed, whose size is known."""
@@ -216,30 +216,31 @@ class Growth:
             self._resumes_epoch = False
             log.info(
                 "resuming epoch %d after %d of %d samples; batch size %d",
-                number, self.course.seen_in_epoch, self.course.shape.samples, self.course.controller.batch_size,
+                number, self.batch_schedule.seen_in_epoch, self.batch_schedule.shape.samples,
+                self.batch_schedule.controller.batch_size,
             )  # fmt: skip
             self._follow()
             return None
-        return self._applied(self.course.start_epoch(number, self._observe))
+        return self._applied(self.batch_schedule.start_epoch(number, self._observe))
 
     def batches(self) -> Iterator[list[Sample]]:
         """Return the batches of this epoch that are left."""
-        if not self.course.seen_in_epoch:
+        if not self.batch_schedule.seen_in_epoch:
             return iter(self._host.loader)
-        if self.course.epoch_is_over:  # as another batch size leaves no room for a step
+        if self.batch_schedule.epoch_is_over:  # as another batch size leaves no room for a step
             return iter(())
         with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
-            return self._host.loader.iter_from(self.course.seen_in_epoch)
+            return self._host.loader.iter_from(self.batch_schedule.seen_in_epoch)
 
     def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
-        """Move course and schedule by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
+        """Move both schedules by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
         shown = None if self.noise is None else self.noise.estimate(num_tokens, self.global_batch_size)
-        self.learning_rate.advance(self.course.take_step())
+        self.learning_rate.advance(self.batch_schedule.take_step())
         return shown
 
     def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
         """Take note of a step that is over, and return what is decided for those that follow, if anything is."""
-        interval, window = self._interval, self.course.window
+        interval, window = self._interval, self.batch_schedule.window
         interval.samples += window
         interval.loss += loss * window
         if self._is_warm:
@@ -249,7 +250,7 @@ class Growth:
             interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
             interval.seconds += seconds
         self._is_warm = True
-        decision = self.course.decide_if_due(self._observe)
+        decision = self.batch_schedule.decide_if_due(self._observe)
         return None if decision is None else self._applied(decision)
 
     def note_validation(self, loss: float) -> None:
@@ -262,7 +263,7 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        found: dict[str, float] = {"batch_size": self.course.controller.batch_size}
+        found: dict[str, float] = {"batch_size": self.batch_schedule.controller.batch_size}
         found["global_batch_size"] = self.global_batch_size
         if self._noise_scale is not None:
             found["gradient_noise_scale"] = self._noise_scale
@@ -274,9 +275,9 @@ class Growth:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "samples_seen": self.course.samples_seen,
-            "within_epoch": self.course.progress(),
-            "history": [list(change) for change in self.course.history],
+            "samples_seen": self.batch_schedule.samples_seen,
+            "within_epoch": self.batch_schedule.progress(),
+            "history": [list(change) for change in self.batch_schedule.history],
             "losses": self._losses,
             "val_losses": self._val_losses,
             "interval": dataclasses.asdict(self._interval),
@@ -284,15 +285,15 @@ class Growth:
         }
 
     def _applied(self, decision: Decision) -> Decision:
-        self.course.controller.announce(decision)
+        self.batch_schedule.controller.announce(decision)
         self._follow()
-        if decision.batch_size != decision.previous and not self.course.controller.decides_early:
-            log.info("about %d optimizer steps left if the size stays", self.course.steps_left())
+        if decision.batch_size != decision.previous and not self.batch_schedule.controller.decides_early:
+            log.info("about %d optimizer steps left if the size stays", self.batch_schedule.steps_left())
         return decision
 
     def _follow(self) -> None:
-        self._host.loader.set_batch_size(self.course.controller.batch_size)
-        self.learning_rate.set_scale(self.course.lr_scale)
+        self._host.loader.set_batch_size(self.batch_schedule.controller.batch_size)
+        self.learning_rate.set_scale(self.batch_schedule.lr_scale)
 
     def _observe(self) -> dict[str, Any]:
         interval, self._interval = self._interval, _Interval()
@@ -320,7 +321,7 @@ class Growth:
         tokens_per_forward = interval.tokens / interval.forwards
         in_forwards = interval.forwards * per_forward + interval.tokens * per_token
         fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
-        accumulation = self.course.controller.accumulation
+        accumulation = self.batch_schedule.controller.accumulation
         by_length = isinstance(self._split_policy.size, ByLength)
 
         def seconds_at(batch_size: int) -> float:
@@ -336,7 +337,7 @@ class Growth:
 
 
 class StockSchedule:
-    """Batches and learning rates of a run with all fields unset, and their course; ``total_steps`` end it, if given.
+    """Batches and learning rates of a run with all fields unset; ``total_steps`` end it, if given.
 
     Methods are those of ``Growth`` and ``BatchSizeSchedule``.
     """
@@ -352,7 +353,7 @@ class StockSchedule:
         self._loader, self._scheduler = host.loader, run.scheduler
 
     @property
-    def course(self) -> StockSchedule:
+    def batch_schedule(self) -> StockSchedule:
         return self
 
     @property

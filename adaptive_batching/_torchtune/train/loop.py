@@ -73,7 +73,7 @@ class Loop(ABC):
                 self._limits.enter_context(self._limited())
                 self._run_epoch(epoch)
                 self._limits.close()
-                is_last = self._schedule.course.run_is_over or epoch + 1 == run.epochs
+                is_last = self._schedule.batch_schedule.run_is_over or epoch + 1 == run.epochs
                 self._note_progress(epochs_run=epoch + 1)
                 if self._save_every is None or is_last or self._is_step_to_save:
                     self._save(epoch, is_last=is_last)
@@ -116,7 +116,7 @@ class Loop(ABC):
         schedule = self._schedule
         decision = schedule.start_epoch(epoch)
         if isinstance(schedule, Growth) and decision is not None:
-            expected = schedule.course.expected()
+            expected = schedule.batch_schedule.expected()
             for watcher in self._watchers:
                 watcher.epoch(
                     epoch=epoch, step=self.global_step, batch_size=decision.batch_size,
@@ -127,7 +127,7 @@ class Loop(ABC):
         self._host.loader.sampler.set_epoch(epoch)
 
     def _note_progress(self, *, epochs_run: int) -> None:
-        steps_per_epoch = self._schedule.course.steps_per_epoch
+        steps_per_epoch = self._schedule.batch_schedule.steps_per_epoch
         self._hooks.note_progress(epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=steps_per_epoch)
 
     def _record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> bool:
@@ -175,24 +175,24 @@ class TrainingLoop(Loop):
         super().run()
 
     def _run_epoch(self, epoch: int) -> None:
-        host, run, course = self._host, self._run, self._schedule.course
+        host, run, batch_schedule = self._host, self._run, self._schedule.batch_schedule
         batches = 0
         if self._schedule.adapts:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
-        total, before = course.steps_per_epoch, course.steps_in_epoch
+        total, before = batch_schedule.steps_per_epoch, batch_schedule.steps_in_epoch
         shown = {} if host.ranks.is_first else {"disable": True}  # else as the environment says
         with tqdm(total=total, initial=before, dynamic_ncols=True, **shown) as progress:
             for index, batch in enumerate(self._schedule.batches()):
                 with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1
-                    ends_window = batches == course.accumulation
+                    ends_window = batches == batch_schedule.accumulation
                     self._run_batch(batch, ends_window=ends_window)
                     if ends_window:
                         batches = 0
                         self._finish_step(epoch, progress)
                 if run.profiler is not None and (ends_window or not run.profiles_steps):  # as in stock
                     run.profiler.step()
-                if course.epoch_is_over:
+                if batch_schedule.epoch_is_over:
                     break
                 if ends_window and self._is_step_to_save:
                     self._save_within(epoch)
@@ -205,7 +205,7 @@ class TrainingLoop(Loop):
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
-            self._host.objective.begin_step(self.global_step, self._schedule.course.accumulation * len(batch))
+            self._host.objective.begin_step(self.global_step, self._schedule.batch_schedule.accumulation * len(batch))
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
             self._runner.begin()  # last: what has begun stays where samples run again
@@ -241,7 +241,7 @@ class TrainingLoop(Loop):
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         samples = [sample for batch in self._window for sample in batch]
-        cost = None if self._costs is None else self._costs.of(samples, parts, seconds)
+        cost = None if self._costs is None else self._costs.cost_of(samples, parts, seconds)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
         size = len(self._window[-1]) if schedule.adapts else None
@@ -260,7 +260,7 @@ class TrainingLoop(Loop):
         if self._validation is not None and self._validation.is_due(self.global_step):
             self._validate(epoch, self._validation)
         if schedule.adapts and self._record_step(float(loss), seconds, parts):
-            progress.total = schedule.course.steps_per_epoch
+            progress.total = schedule.batch_schedule.steps_per_epoch
         self._start_window()
 
     def _validate(self, epoch: int, validation: Validation) -> None:
@@ -301,7 +301,7 @@ class StepCosts:
             memory_meter(host.device).reset_peak()  # what the probe took is its own
         self._peak = PeakSoFar(host.device)
 
-    def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
+    def cost_of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
         objective, tokens, padded = self._host.objective, None, None
         if samples and objective.is_text(samples[0]):
             tokens = sum(len(objective.tokens(sample)) for sample in samples)

@@ -239,7 +239,7 @@ def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter
     log.info("reserving %s for allocations outside of steps", memory_size(_ADDED_BY_TRAINING))
     if settings.memory_limit is None:
         least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
-        headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
+        headroom = max(settings.headroom, least, key=lambda amount: amount.bytes_of(meter.total_bytes))
         return replace(settings, headroom=headroom)
-    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 2**10)
+    limit = max(settings.memory_limit.bytes_of(meter.total_bytes) - _ADDED_BY_TRAINING, 2**10)
     return replace(settings, memory_limit=replace(settings.memory_limit, num_bytes=limit, fraction=None))

@@ -1,6 +1,6 @@
 """A run from its settings to its loop; each step hands its value on to the next.
 
-    settings -> host -> sizing -> probed -> execution -> course -> loop
+    settings -> host -> sizing -> probed -> split policy -> batch schedule -> loop
 
 With all fields unset only the host and the loop are made, and the run is stock's.
 """
@@ -120,12 +120,12 @@ class Session:
         else:
             split_policy.size = size
         self.growth = Growth(host, run, self.increase, controller, split_policy, stored)
-        course = self.growth.course
-        if course.seen_in_epoch:
-            at = run.first_epoch + course.seen_in_epoch / course.shape.samples
+        batch_schedule = self.growth.batch_schedule
+        if batch_schedule.seen_in_epoch:
+            at = run.first_epoch + batch_schedule.seen_in_epoch / batch_schedule.shape.samples
             sizes = {"batch_size": controller.batch_size, "global_batch_size": self.growth.global_batch_size}
             report.resume(run.first_step, epoch=at, **sizes)
-        report.plan(course.plan(run.first_epoch), decided=controller.decides_early)
+        report.plan(batch_schedule.plan(run.first_epoch), decided=controller.decides_early)
 
     @functools.cached_property
     def _batch_dependent(self) -> Callable[[], str | None]:
@@ -163,7 +163,7 @@ class Session:
         return TrainingLoop(training, work, self._runner(work, audit), validation)
 
     def _work(self, training: Training, *, together: bool = False) -> TrainingWork:
-        learns = self.growth is not None and not self.growth.course.controller.decides_early
+        learns = self.growth is not None and not self.growth.batch_schedule.controller.decides_early
         splitter = Splitter(self.host, self.split_policy, learns=learns)
         return TrainingWork(self.host, splitter, training.schedule, self._batch_dependent, together=together)
 
@@ -186,7 +186,7 @@ class Session:
     def state_dict(self, global_step: int) -> dict[str, Any] | None:
         if self.growth is None:
             return None  # off is stock, its checkpoints included
-        controller = self.growth.course.controller
+        controller = self.growth.batch_schedule.controller
         found = None if self._probed is None else self._probed.found
         return {
             "batch_size": controller.batch_size,

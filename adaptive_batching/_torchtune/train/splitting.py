@@ -25,7 +25,7 @@ from adaptive_batching._torchtune.stock.compiling import MAX_COMPILED_SIZES, com
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Counts, Objective
-from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole
+from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -216,5 +216,4 @@ def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[li
 
 
 def size_of_gradients(host: Host) -> str:
-    num_bytes = sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad)
-    return f"{num_bytes / 2**20:,.0f} MiB"
+    return memory_size(sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad))

@@ -56,7 +56,7 @@ _SWITCHES = (
     "enable_activation_offloading", "log_peak_memory_stats", "save_adapter_weights_only", "fsdp_cpu_offload",
     "enable_async_checkpointing", "low_cpu_ram",
 )  # fmt: skip
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "epochs": (_is_whole, "a whole number"),
     "gradient_accumulation_steps": (_is_positive, "a whole number of at least 1"),
     "log_every_n_steps": (_is_positive, "a whole number of at least 1"),
@@ -83,7 +83,7 @@ def check_kinds(cfg: DictConfig) -> None:
         value = None if OmegaConf.is_interpolation(cfg, key) else cfg[key]
         if key not in _MAY_BE_NULL and isinstance(value, DictConfig) and value.get("_component_", ...) is None:
             raise ConfigError(f"{key}=null names no component; name one, or take {key} out of the config")
-    for key, (is_one, kind) in _KINDS.items():
+    for key, (is_one, kind) in _EXPECTED.items():
         value = OmegaConf.select(cfg, key, default=...)
         is_fine = value is ... or (key not in _NEVER_NULL if value is None else is_one(value))
         if not is_fine:

@@ -50,7 +50,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         elif self.together:
             yield self.splitter.split_together(batches)
         else:
-            min_parts = 1 if noise is None else noise.min_parts(self._schedule.course.accumulation)
+            min_parts = 1 if noise is None else noise.min_parts(self._schedule.batch_schedule.accumulation)
             for self._last in batches:
                 yield self.splitter.split(self._last, min_parts, in_order=noise is not None)
 

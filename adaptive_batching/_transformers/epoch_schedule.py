@@ -1,4 +1,4 @@
-"""The course of a run: the batch size of each epoch, its steps, and where the learning-rate schedule stands. Pure."""
+"""The schedule of a run: the batch size of each epoch, its steps, and where the learning-rate schedule stands. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Course:
+class EpochSchedule:
     """Batch sizes of the epochs of a run, of as many as it takes."""
 
     decisions: Sequence[Decision]
@@ -108,14 +108,14 @@ class Course:
         return epochs
 
 
-def plan_course(
+def plan_epochs(
     decide: Callable[[int], list[Decision]],
     batches_of: Callable[[int], int],
     accumulated: int,
     length: Length,
     configured: int,
-) -> Course:
-    """Return the course of a run whose first ``n`` epochs have the batch sizes of ``decide(n)``.
+) -> EpochSchedule:
+    """Return the schedule of a run whose first ``n`` epochs have the batch sizes of ``decide(n)``.
 
     ``batches_of`` returns the batches of an epoch at a size, of which each step takes ``accumulated``; ``configured``
     is the size that the run was laid out for.
@@ -131,7 +131,7 @@ def plan_course(
     whole = sum(steps[:-1])
     part = math.ceil((length.epochs - len(steps) + 1) * steps[-1])
     max_steps = length.max_steps if length.max_steps > 0 else whole + part
-    return Course(found, batches, accumulated, max_steps, -(-batches_of(configured) // accumulated), configured)
+    return EpochSchedule(found, batches, accumulated, max_steps, -(-batches_of(configured) // accumulated), configured)
 
 
 def growing(
