@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "config": {"values"},
     "dry_run": {"emulated_device", "gpus", "memory", "plan", "report", "shortage", "values"},
     "emulated_device": {"values"},
-    "environment": {"memory", "ranks", "trace"},
+    "environment": {"memory", "ranks", "trace", "values"},
     "device": set(),
     "evidence": {"device", "snapshot", "without_chance"},
     "memory": {"out_of_memory"},
