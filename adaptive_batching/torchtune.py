@@ -3,6 +3,7 @@
 from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.cli.launch import entry_point, run_recipe
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
+from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint, ThroughClient
 from adaptive_batching._torchtune.stock.loading import load_stock, load_stock_evaluation
@@ -17,7 +18,6 @@ from adaptive_batching._torchtune.stock.many_devices import ManyDevices, start_p
 from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation, BatchesThatFit
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.train.settings import check_ppo_settings
 
 __all__ = [
     "AdaptiveBatching", "AdaptiveEvaluation", "AdaptivePPO", "BatchStateInCheckpoint", "BatchesThatFit", "Counts",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
+from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint, ThroughClient
 from adaptive_batching._torchtune.stock.loading import load_stock, load_stock_evaluation
 from adaptive_batching._torchtune.stock.losses import (
@@ -18,7 +19,6 @@ from adaptive_batching._torchtune.stock.many_devices import ManyDevices, start_p
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation, BatchesThatFit
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.train.settings import check_ppo_settings
 from adaptive_batching._values import ConfigError
 
 MakeObjective = Callable[[StockParts], Objective]

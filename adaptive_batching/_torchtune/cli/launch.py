@@ -25,13 +25,13 @@ import adaptive_batching
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
+from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.recipe_classes import EVALUATION, recipe
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.train.settings import (
-    check_ppo_settings,
     read_evaluation,
     read_settings,
     read_validation,

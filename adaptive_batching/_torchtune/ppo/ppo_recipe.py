@@ -21,6 +21,7 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout, RolloutWork
+from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
 from adaptive_batching._torchtune.stock import checkpoints
 from adaptive_batching._torchtune.stock.loading import replaced_in
@@ -30,7 +31,6 @@ from adaptive_batching._torchtune.train.loop import Training
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.train.session import Session
-from adaptive_batching._torchtune.train.settings import check_ppo_settings
 from adaptive_batching._trace.training import TrainingStep
 
 log = logging.getLogger(__name__)
