@@ -8,6 +8,7 @@ others work.
 PRIVATE = {
     # A trace: without one, the largest batch is searched by measured steps.
     "torch._C._current_graph_task_id": "tells whether a backward pass runs",
+    "torch._functorch.config": "has a fake tensor hand out no pointer",
     "torch._inductor.decomposition.select_decomp_table": "splits a compiled layer as AOTAutograd does",
     "torch._subclasses.fake_tensor.FakeCopyMode": "copies a model without its memory",
     "torch._subclasses.fake_tensor.FakeTensor": "knows what has no memory",
@@ -57,6 +58,8 @@ PRIVATE = {
 """Dotted name -> what it is needed for."""
 
 REPLACED = {
+    # While a step is traced
+    "triton.runtime.jit.KernelInterface.__getitem__": "launches no kernel on fake tensors",
     # While a recipe is set up, trains or saves; ``replaced_in`` (``_torchtune/stock/loading.py``) puts each back.
     "torchtune.training.register_optim_in_bwd_hooks": "has optimizers wait for the last micro-batch of a step",
     "torchtune.training.get_memory_stats": "is asked of a CPU by distributed recipes, where it fails",

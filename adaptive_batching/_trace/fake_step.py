@@ -7,15 +7,19 @@ whole parameters, which are not counted; instead, hooks allocate and free what F
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._functorch import config as functorch
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -32,6 +36,36 @@ from adaptive_batching._trace.training import TrainingStep, has_states, kept_ten
 
 def record(step: TrainingStep, batch: Any, device: torch.device) -> StepRecord:
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
+    with _without_launches():
+        return _record(step, batch, device)
+
+
+@contextlib.contextmanager
+def _without_launches() -> Iterator[None]:
+    """Keep kernels from being launched on fake tensors, whose pointers are null: on a card, one would end the process.
+
+    Triton's are left out, since what they write to has been allocated before. Whatever else asks a fake tensor for its
+    pointer fails, which ends the trace.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=False))
+        if (jit := sys.modules.get("triton.runtime.jit")) is not None:
+            of_grid = jit.KernelInterface.__getitem__
+
+            def launch_if_real(kernel: Any, grid: Any) -> Callable[..., Any]:
+                launch: Callable[..., Any] = of_grid(kernel, grid)
+
+                def launch_or_not(*args: Any, **kwargs: Any) -> Any:
+                    is_fake = any(isinstance(each, FakeTensor) for each in (*args, *kwargs.values()))
+                    return None if is_fake else launch(*args, **kwargs)
+
+                return launch_or_not
+
+            stack.enter_context(mock.patch.object(jit.KernelInterface, "__getitem__", launch_if_real))
+        yield
+
+
+def _record(step: TrainingStep, batch: Any, device: torch.device) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.

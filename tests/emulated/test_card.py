@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
@@ -16,6 +18,7 @@ from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget, within_memory_limit
 from adaptive_batching._trace.allocator import GIB, KIB, MIB, CachingAllocator
 from adaptive_batching._trace.trace import _device_of_trace, trace_step
+from adaptive_batching._trace.traced_step import TraceError
 from tests.support.steps import step_of
 
 SIZES = [
@@ -92,6 +95,59 @@ class Branches(nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden = self.layer(batch)
         return torch.stack([(hidden * 2.0).sum() + (weight * 2.0).sum() for weight in self.weights]).sum()
+
+
+@triton.jit
+def _double_kernel(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+class Doubled(torch.autograd.Function):
+    """Launches a kernel of Triton's itself, as losses of TRL and Liger do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        _double_kernel[(triton.cdiv(x.numel(), 128),)](x, y, x.numel(), BLOCK=128)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cast(torch.Tensor, Doubled.apply(gradient))  # type: ignore[no-untyped-call]
+
+
+class AsksForPointer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(x.data_ptr() >= 0)
+
+
+def test_a_trace_launches_no_kernel_and_hands_out_no_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched_on: list[type[Any]] = []
+    launch = triton.runtime.jit.JITFunction.run
+
+    def launch_and_note(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launched_on.append(type(args[0]))
+        return launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", launch_and_note)
+    model = nn.Linear(256, 8192).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    step = step_of(model, optimizer, lambda out: Doubled.apply(out).sum(), lambda n: torch.zeros(n * 64, 256).cuda())  # type: ignore[no-untyped-call]
+    step = replace(step, on_cuda=True)
+    curve = trace_step(step).curve
+    assert launched_on == []
+    run = step.bind(model, [optimizer])
+    run(step.make_batch(2))  # makes handles and workspaces
+    batch = step.make_batch(2)
+    torch.cuda.reset_peak_memory_stats()
+    resting = torch.cuda.memory_allocated()
+    run(batch)
+    assert set(launched_on) == {torch.Tensor}
+    real = torch.cuda.max_memory_allocated() - resting
+    assert curve.peak_bytes(2) - curve.resting_bytes == pytest.approx(real, rel=0.02)
+    with pytest.raises(TraceError, match="pointer"):
+        trace_step(replace(step, model=AsksForPointer(256, 256).cuda(), optimizers=[]))
 
 
 def test_gradients_that_are_added_in_place_in_a_thread_of_autograds_own_are_traced_as_such() -> None:
