@@ -5,7 +5,8 @@
 
 Every trainer that a test makes, of whatever class, becomes ``adaptive(class)``: once with no settings, and once with
 ``micro_batch_size="auto"``. What passes with the trainers as they are has to pass with ours, or to be refused in a line
-that says what works.
+that says what works; nothing else is run with ours. It takes hours: with ``--folder``, files of tests that have run
+are not run again, and ``--only-report`` reports what has run so far.
 
 Nothing is downloaded. TRL's tests get what its own scripts make: its data sets, and its tiny models with random
 weights, with a tokenizer of bytes in place of theirs. Tests that want something else from the hub fail in all three.
@@ -60,6 +61,8 @@ WHY = {
     "test_resume_training_with_different_batch_size": "the model adds random numbers to its loss",
 }
 """Why a test ends otherwise, where its error does not say so."""
+NOT_RUN: list[str] = []
+"""Files of tests that have not run in all modes."""
 
 
 def pytest_configure() -> None:
@@ -169,12 +172,32 @@ class Standins:
         return tokenizer
 
 
-def run(suite: str, checkout: Path, mode: str, folder: Path, chosen: list[str]) -> dict[str, tuple[str, str]]:
-    """Return how each test of a suite ends in a mode, and the first line of its error."""
-    result = folder / f"{suite}-{mode.replace(' ', '-')}.jsonl"
-    if not result.is_file():
-        run_suite(suite, checkout, mode, result, chosen)
-    found: dict[str, tuple[str, str]] = {}
+Ends = dict[str, tuple[str, str]]
+"""How each test ends, and the first line of its error."""
+
+
+def run(suite: str, checkout: Path, modes: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Ends]:
+    """Return how each test of a suite ends in each mode; a file of tests counts if it has run in all of them."""
+    found: dict[str, Ends] = {mode: {} for mode in (STOCK, *modes)}
+    for path in (path for path in SUITES[suite] if (checkout / path).is_file()):
+        results = {mode: folder / f"{suite}-{mode.replace(' ', '-')}-{Path(path).stem}.jsonl" for mode in found}
+        for mode, result in results.items():
+            passing = [] if mode == STOCK else _passing(read(results[STOCK])) if results[STOCK].is_file() else []
+            if not result.is_file() and not args.only_report:
+                if mode == STOCK or passing:
+                    run_file([path] if mode == STOCK else passing, checkout, mode, result, args.k)
+                else:
+                    result.write_text("")
+        if missing := [mode for mode, result in results.items() if not result.is_file()]:
+            NOT_RUN.append(f"{suite}: {path} ({', '.join(missing)})")
+            continue
+        for mode, result in results.items():
+            found[mode].update(read(result))
+    return found
+
+
+def read(result: Path) -> Ends:
+    found: Ends = {}
     for name, outcome, error in map(json.loads, result.read_text().splitlines()):
         first = error.partition("\n")[0]
         if found.get(name, (PASSED,))[0] == PASSED:
@@ -182,16 +205,20 @@ def run(suite: str, checkout: Path, mode: str, folder: Path, chosen: list[str]) 
     return found
 
 
-def run_suite(suite: str, checkout: Path, mode: str, result: Path, chosen: list[str]) -> None:
-    """Have pytest run a suite, and write how each test ended to ``result``."""
+def _passing(ends: Ends) -> list[str]:
+    return [name for name, (outcome, _) in ends.items() if outcome == PASSED]
+
+
+def run_file(names: list[str], checkout: Path, mode: str, result: Path, chosen: str) -> None:
+    """Have pytest run a file of tests, or such tests of it, and write how each test ended to ``result``."""
     part = result.with_suffix(".part")
     part.unlink(missing_ok=True)
+    part.touch()
     here = str(Path(__file__).parent.resolve())
     paths = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
-    files = [checkout / path for path in SUITES[suite]]
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider",
-        f"--rootdir={checkout}", *chosen, *map(str, files),
+        f"--rootdir={checkout}", *(["-k", chosen] if chosen else []), *(str(checkout / name) for name in names),
     ]  # fmt: skip
     environment = {
         **os.environ, "PYTHONPATH": paths, "OTHERS_TESTS_MODE": mode, "OTHERS_TESTS_RESULT": str(part),
@@ -218,6 +245,8 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="for what tests need and write, and what is there already; default: temporary"
     )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="which settings; default: all")
+    parser.add_argument("--only-report", action="store_true", help="run nothing, and report what --folder has")
     parser.add_argument("-k", default="", help="which tests, as pytest takes it; default: all")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/others_tests_cpu.md")
     args = parser.parse_args()
@@ -226,24 +255,22 @@ def main() -> None:
         found = {}
         for suite in SUITES:
             if checkout := getattr(args, suite):
-                if suite == "trl" and not (folder / "trl-internal-testing").is_dir():
+                if suite == "trl" and not args.only_report and not (folder / "trl-internal-testing").is_dir():
                     Standins(checkout.resolve(), folder).make()
-                chosen = ["-k", args.k] if args.k else []
-                modes = (STOCK, *MODES)
-                found[suite] = {mode: run(suite, checkout.resolve(), mode, folder, chosen) for mode in modes}
+                found[suite] = run(suite, checkout.resolve(), args.modes, args, folder)
     versions = [f"{suite}: tests of {version_of(getattr(args, suite))}" for suite in found]
     report(args.output, found, versions)
 
 
-def report(output: Path | None, found: dict[str, dict[str, dict[str, tuple[str, str]]]], versions: list[str]) -> None:
+def report(output: Path | None, found: dict[str, dict[str, Ends]], versions: list[str]) -> None:
     """Write what passes, what is refused, and each test that ends otherwise than with the trainers as they are."""
     rows = ["| tests of | settings | pass with the trainers as they are | of these pass | are refused | fail |",
             "|---" * 6 + "|"]  # fmt: skip
     differences: list[str] = []
     failed = Counter[str]()
     for suite, of in found.items():
-        passing = [name for name, (outcome, _) in of[STOCK].items() if outcome == PASSED]
-        for mode in MODES:
+        passing = _passing(of[STOCK])
+        for mode in (mode for mode in of if mode != STOCK):
             ends = {name: of[mode].get(name, ("not run", "")) for name in passing}
             counts = Counter(outcome for outcome, _ in ends.values())
             others = len(passing) - counts[PASSED] - counts[REFUSED]
@@ -257,9 +284,13 @@ def report(output: Path | None, found: dict[str, dict[str, dict[str, tuple[str, 
     write_report(
         "Tests of transformers and TRL with adaptive trainers",
         device="cpu",
-        facts=[*versions, "a test that fails as it is, for want of the hub above all, or is skipped, does not count"],
+        facts=[
+            *versions,
+            "a test that fails as it is, for want of the hub above all, or is skipped, does not count",
+            *(["not run: " + "; ".join(NOT_RUN)] if NOT_RUN else []),
+        ],
         rows=[*rows, "", *differences],
-        figures={f"fail_{mode.replace(' ', '_')}": failed[mode] for mode in MODES},
+        figures={f"fail_{mode.replace(' ', '_')}": failed[mode] for mode in failed},
         output=output,
         packages=PACKAGES,
     )
