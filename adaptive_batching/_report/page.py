@@ -99,7 +99,7 @@ def _page_of(runs: list[Run]) -> str:
         ("recoveries", "Steps that ran again", each_run(runs, sections.recoveries, "cards wide")),
         ("probe", "Probe", each_run(runs, sections.probe)),
         ("exploration", "Exploration of micro_batch_size", each_run(runs, sections.exploration)),
-        ("config", "Config to paste", each_run(runs, sections.config)),
+        ("config", "Config", each_run(runs, sections.config)),
     ]
     body = [
         tag("section", *some("h2", heading), *contents, id=anchor) for anchor, heading, contents in parts if contents

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
 from adaptive_batching._values import memory_size
@@ -178,10 +178,7 @@ def summary(runs: list[Run]) -> list[Html]:
         header.append("difference")
         for row, ((first, _), (second, _)) in zip(rows, zip(*facts, strict=True), strict=True):
             row.append(say.change(first, second))
-    differ = [[name, *values] for name, values in configs.differences(runs)]
-    caption = "Settings that differ between these runs"
-    settings = [table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
-    return [table(header, rows, words=words, class_="compare"), *settings]
+    return [table(header, rows, words=words, class_="compare")]
 
 
 def errors(run: Run) -> list[Html]:
@@ -361,21 +358,8 @@ def _interval(span: Sequence[float], first: float, last: float) -> Html:
 
 
 def config(run: Run) -> list[Html]:
-    if (found := configs.snippet(run)) is None:
+    """Return the config of a run as JSON, which YAML reads, too."""
+    if not (whole := (run.last("run") or {}).get("config")):
         return []
-    yaml, spares = found
-    copied = tag(
-        "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
-    )
-    full_config = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
-    more = tag("details", tag("summary", "The whole config of this run"), full_config)
-    return [tag("p", spares), copied, *_from_stock(run), more]
-
-
-def _from_stock(run: Run) -> list[Html]:
-    if (found := configs.from_stock(run)) is None:
-        return []
-    name, differ = found
-    rows = [[key, *values] for key, values in differ]
-    heading = tag("summary", f"What differs from torchtune's {name} ({len(rows)})")
-    return [tag("details", heading, table(["", "torchtune's", "this run's"], rows, words=[0, 1, 2]))]
+    written = tag("pre", tag("code", json.dumps(whole, indent=2, ensure_ascii=False)), tabindex="0")
+    return [tag("details", tag("summary", "The whole config of this run"), written)]
