@@ -163,7 +163,7 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
         "predicted": [[size, round(peak / unit, 3)] for size, peak in probe["predicted"]],
         "measured": [[size, round(peak / unit, 3)] for size, peak in ran if peak is not None],
         "failed": [size for size, peak in ran if peak is None],
-        "chosen": probe.get("enough") or probe["batch_size"],
+        "chosen": probe["enough"] or probe["batch_size"],
         "exact": unrounded_maximum(probe),
     }
 

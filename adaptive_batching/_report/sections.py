@@ -86,8 +86,8 @@ def curves_of(events: Events, most_points: int) -> Curves:
         })  # fmt: skip
     columns = {name: [_rounded(point[name]) for point in points] for name in (points[0] if points else ())}
     epochs = [at for at, step, after in zip(seen, steps, steps[1:], strict=False) if after["epoch"] != step["epoch"]]
-    before = [0, *(step.get("recoveries", 0) for step in steps)]
-    recoveries = [at for at, step, last in zip(seen, steps, before, strict=False) if step.get("recoveries", 0) > last]
+    before = [0, *(step["recoveries"] for step in steps)]
+    recoveries = [at for at, step, last in zip(seen, steps, before, strict=False) if step["recoveries"] > last]
     drawn = {name: column for name, column in columns.items() if any(value is not None for value in column)}
     return Curves(drawn, size, window, epochs, recoveries)
 
@@ -261,21 +261,13 @@ def decisions(run: Run) -> list[Html]:
 
 
 def recoveries(run: Run) -> list[Html]:
-    """Return each step that ran out of memory and ran again; of an older record, no more than which those were."""
-    last, cells = 0, []
-    for step in run.events["step"]:
-        again, last = step.get("recoveries", 0) > last, step.get("recoveries", 0)
-        noted = [recovery for recovery in run.events["recovery"] if recovery["step"] == step["step"]]
-        for recovery in noted or ([step] if again else []):
-            limit = recovery.get("max_tokens")
-            cells.append({
-                "step": say.count(step["step"]),
-                "epoch": say.count(step["epoch"]),
-                "out of memory": recovery.get("failed", ""),
-                "new limit of a forward": "" if limit is None else f"{say.count(limit)} tokens",
-            })  # fmt: skip
-    header = [name for name in (cells[0] if cells else ()) if any(cell[name] for cell in cells)]
-    return [table(header, [[cell[name] for name in header] for cell in cells], words=[2, 3])] if cells else []
+    """Return each step that ran out of memory and ran again."""
+    rows = []
+    for recovery in run.events["recovery"]:
+        limit = "" if recovery["max_tokens"] is None else f"{say.count(recovery['max_tokens'])} tokens"
+        rows.append([say.count(recovery["step"]), say.count(recovery["epoch"]), recovery["failed"], limit])
+    header = ["step", "epoch", "out of memory", "new limit of a forward"]
+    return [table(header, rows, words=[2, 3])] if rows else []
 
 
 def probe(run: Run) -> list[Html]:
@@ -296,10 +288,10 @@ def probe(run: Run) -> list[Html]:
 
 
 def _what_sets_the_peak(probe: Event) -> list[Html]:
-    alive = probe.get("peak_kinds") or {}
+    alive = probe["peak_kinds"]
     if not any(alive.values()):
         return []
-    at = probe.get("enough") or probe["batch_size"]
+    at = probe["enough"] or probe["batch_size"]
     ran = [(trial["batch_size"], trial["peak_bytes"]) for trial in probe["measurements"]]
     peak = next((peak for size, peak in (*ran, *probe["predicted"]) if size == at and peak is not None), 0)
     alive = {**alive, _IN_USE: max(peak - sum(alive.values()), 0)}

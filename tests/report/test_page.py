@@ -24,7 +24,7 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._report.sections import MIB
 from tests.conftest import ROOT, without_pages
 from tests.support.html import UPLOT, Page, check_that_it_asks_for_nothing, read_page
-from tests.support.runs import EXPLORED, FIRST_VERSION, about, start_epoch, write_run
+from tests.support.runs import EXPLORED, PROBED, about, start_epoch, write_run
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_each_of_several_validation_sets_has_a_curve_and_values_of_its_own(tmp_p
 
 
 def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
-    events = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
-    kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 314572800, "logits": 419430400, "other": 0}'
-    (tmp_path / "report.jsonl").write_text(f"{events[0]}, {kinds}}}\n")
+    kinds = {"weights": 314572800, "logits": 419430400, "other": 0}
+    event = {**PROBED, "peak_moment": "backward", "peak_kinds": kinds}
+    (tmp_path / "report.jsonl").write_text(json.dumps(event) + "\n")
     page = page_of(tmp_path)
     assert page.tables["probe"][0][1:] == [
         ["logits", "400 MiB", "37 %"], ["in use before, and not traced", "369 MiB", "34 %"],
@@ -134,8 +134,7 @@ def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
 def test_a_maximum_that_is_rounded_down_says_what_would_fit(
     exact: int | None, shown: int | None, tmp_path: Path
 ) -> None:
-    [event] = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
-    (tmp_path / "report.jsonl").write_text(f'{event}, "exact": {json.dumps(exact)}}}\n')
+    (tmp_path / "report.jsonl").write_text(json.dumps({**PROBED, "exact": exact}) + "\n")
     page = page_of(tmp_path)
     assert page.data["probes"][0]["exact"] == shown
     rounded = "about 51 fit, rounded down to 32 (round_to_power_of_two)"
@@ -200,16 +199,6 @@ def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     page = page_of(run)
     assert "the record ends here: the run is still going, or was killed; about 12 planned" in page.words["summary"]
     assert page.facts["Optimizer steps"] == str(len(read_events(record)["step"])) != "12"
-
-
-def test_a_record_of_the_first_version_has_a_page(run: Path, tmp_path: Path) -> None:
-    page = page_of(FIRST_VERSION, output=tmp_path / "old.html")
-    assert page.facts["Batch size"] == "8 → 32" and page.facts["Out of memory"] == "once"
-    assert not {"Time", "Padding", "Peak memory"} & set(page.facts), "no tile of what is not known"
-    assert page.tables["recoveries"][0][0] == ["step", "epoch"]
-    assert "config" not in page.tables and "exploration" not in page.tables
-    assert len(page.data["runs"][0]["columns"]["trend"]) == 84
-    check_that_it_asks_for_nothing(page_of(FIRST_VERSION, run, output=tmp_path / "both.html"))
 
 
 def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
