@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adaptive_batching._growth.noise_scale import NoiseEstimate
 
-VERSION = 2
+VERSION = 1
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
 EVENT_KINDS = (
@@ -118,7 +118,7 @@ class Row:
     @classmethod
     def of_decision(cls, decision: Mapping[str, Any]) -> Row:
         """Return the row of an ``epoch`` or a ``change``, without steps."""
-        return cls(decision["epoch"], decision["batch_size"], decision["reason"], decision.get("global_batch_size", 0))
+        return cls(decision["epoch"], decision["batch_size"], decision["reason"], decision["global_batch_size"])
 
     @property
     def mean_loss(self) -> float:
@@ -198,7 +198,7 @@ def read_events(path: Path) -> Events:
     """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts."""
     events: Events = {kind: [] for kind in EVENT_KINDS}
     for kind, values in lines_that_count(path):
-        if kind == "run" and values.get("version", VERSION) > VERSION:
+        if kind == "run" and values["version"] > VERSION:
             raise RecordError(
                 f"{path} is a record of version {values['version']}, but this adaptive-batching reads only up to "
                 f"version {VERSION}; install the one that wrote it, or a later one"

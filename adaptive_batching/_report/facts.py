@@ -74,7 +74,7 @@ def facts(run: Run) -> list[Fact]:
     seconds, timed = sum(row.seconds for row in rows), sum(row.timed_samples for row in rows)
     tokens, padded = sum(row.tokens for row in rows), sum(row.padded_tokens for row in rows)
     samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(rows, run.events["validation"])
-    dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
+    dropped = sum(epoch["dropped_samples"] for epoch in run.events["epoch"])
     epochs = plural(len(run.events["epoch"]), "epoch") + (
         f"; {count(dropped)} left over at their ends" if dropped else ""
     )
@@ -114,7 +114,7 @@ def change(first: Fact, second: Fact) -> str:
 def _time(run: Run, of_steps: float) -> Fact:
     """Return the time of a run from its beginning to its end, and what took it, as far as that is known."""
     begun, ends, probe = run.events["run"], [*run.events["end"], *run.events["error"]], run.last("probe") or {}
-    parts = {"probe": probe.get("waited", 0.0), "steps": of_steps}
+    parts = {"probe": probe["waited"] if probe else 0.0, "steps": of_steps}
     for pause in run.events["took"]:
         parts[f"{pause['what']}s"] = parts.get(f"{pause['what']}s", 0.0) + pause["seconds"]
     parts = {name: seconds for name, seconds in parts.items() if seconds}
@@ -183,8 +183,8 @@ def _batch_size(rows: list[Row]) -> tuple[str, str]:
 
 def unrounded_maximum(probe: Event) -> int | None:
     """Return the size that would fit where the probe has rounded it down, else None."""
-    largest = probe.get("exact")
-    return largest if largest is not None and largest > probe["batch_size"] and probe.get("enough") is None else None
+    largest: int | None = probe["exact"]
+    return largest if largest is not None and largest > probe["batch_size"] and probe["enough"] is None else None
 
 
 def bound(probe: Event) -> str:
@@ -208,7 +208,7 @@ def reason(row: Row, before: Row | None, config: Mapping[str, Any]) -> str:
 
 
 def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
-    if probe is not None and probe.get("enough") is not None:
+    if probe is not None and probe["enough"] is not None:
         return f"{count(probe['enough'])} or more", "larger forwards would gain little"
     if probe is not None:
         length = count(probe["sequence_length"])
@@ -231,7 +231,7 @@ def _losses(rows: list[Row], validations: list[Event]) -> tuple[str, str]:
 
 
 def _out_of_memory(run: Run) -> tuple[str, str]:
-    recoveries = (run.last("step") or {}).get("recoveries", 0)
+    recoveries = (run.last("step") or {"recoveries": 0})["recoveries"]
     at_the_end = any("out of memory" in error["message"].lower() for error in run.events["error"])
     if not recoveries:
         return ("at the end", "which ended the run") if at_the_end else ("never", "")
@@ -242,11 +242,7 @@ def _out_of_memory(run: Run) -> tuple[str, str]:
 
 def model(run: Run) -> str:
     """Return the name of the model, such as ``lora_llama3_2_1b``; empty if the record does not say."""
-    begun = run.last("run") or {}
-    if "model" in begun:
-        return str(begun["model"])
-    component = (begun.get("config") or {}).get("model")  # of an older record
-    return str(component.get("_component_", "")).rpartition(".")[2] if isinstance(component, Mapping) else ""
+    return str((run.last("run") or {}).get("model", ""))
 
 
 def describe(run: Run) -> str:
@@ -304,7 +300,7 @@ def first_too_large(predicted: Iterable[Sequence[int]], fits: int, budget_bytes:
 def probe_in_words(probe: Event) -> list[str]:
     """Return what a probe has found, a sentence each."""
     length, budget = count(probe["sequence_length"]), memory_size(probe["budget_bytes"])
-    steps = sum(trial.get("steps", 1) for trial in probe["measurements"])
+    steps = sum(trial["steps"] for trial in probe["measurements"])
     failed = sum(trial["peak_bytes"] is None for trial in probe["measurements"])
     how = (
         f"Found by {probe['search']} with {plural(steps, 'training step')}, {count(failed) if failed else 'none'} of "
@@ -312,7 +308,7 @@ def probe_in_words(probe: Event) -> list[str]:
     )
     peaks = {trial["batch_size"]: trial["peak_bytes"] for trial in probe["measurements"]}
     took = memory_size(peaks[probe["batch_size"]])
-    if probe.get("enough") is not None:
+    if probe["enough"] is not None:
         return [
             f"Forwards of up to {plural(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones "
             f"would gain little. At most {count(probe['batch_size'])} have run, which took {took} of {budget}.",

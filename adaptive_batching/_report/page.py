@@ -99,7 +99,7 @@ def _page_of(runs: list[Run]) -> str:
         ("recoveries", "Steps that ran again", each_run(runs, sections.recoveries, "cards wide")),
         ("probe", "Probe", each_run(runs, sections.probe)),
         ("exploration", "Exploration of micro_batch_size", each_run(runs, sections.exploration)),
-        ("config", "Config to paste", each_run(runs, sections.config)),
+        ("config", "Config", each_run(runs, sections.config)),
     ]
     body = [
         tag("section", *some("h2", heading), *contents, id=anchor) for anchor, heading, contents in parts if contents
@@ -163,7 +163,7 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
         "predicted": [[size, round(peak / unit, 3)] for size, peak in probe["predicted"]],
         "measured": [[size, round(peak / unit, 3)] for size, peak in ran if peak is not None],
         "failed": [size for size, peak in ran if peak is None],
-        "chosen": probe.get("enough") or probe["batch_size"],
+        "chosen": probe["enough"] or probe["batch_size"],
         "exact": unrounded_maximum(probe),
     }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
 from adaptive_batching._values import memory_size
@@ -86,8 +86,8 @@ def curves_of(events: Events, most_points: int) -> Curves:
         })  # fmt: skip
     columns = {name: [_rounded(point[name]) for point in points] for name in (points[0] if points else ())}
     epochs = [at for at, step, after in zip(seen, steps, steps[1:], strict=False) if after["epoch"] != step["epoch"]]
-    before = [0, *(step.get("recoveries", 0) for step in steps)]
-    recoveries = [at for at, step, last in zip(seen, steps, before, strict=False) if step.get("recoveries", 0) > last]
+    before = [0, *(step["recoveries"] for step in steps)]
+    recoveries = [at for at, step, last in zip(seen, steps, before, strict=False) if step["recoveries"] > last]
     drawn = {name: column for name, column in columns.items() if any(value is not None for value in column)}
     return Curves(drawn, size, window, epochs, recoveries)
 
@@ -178,10 +178,7 @@ def summary(runs: list[Run]) -> list[Html]:
         header.append("difference")
         for row, ((first, _), (second, _)) in zip(rows, zip(*facts, strict=True), strict=True):
             row.append(say.change(first, second))
-    differ = [[name, *values] for name, values in configs.differences(runs)]
-    caption = "Settings that differ between these runs"
-    settings = [table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
-    return [table(header, rows, words=words, class_="compare"), *settings]
+    return [table(header, rows, words=words, class_="compare")]
 
 
 def errors(run: Run) -> list[Html]:
@@ -264,21 +261,13 @@ def decisions(run: Run) -> list[Html]:
 
 
 def recoveries(run: Run) -> list[Html]:
-    """Return each step that ran out of memory and ran again; of an older record, no more than which those were."""
-    last, cells = 0, []
-    for step in run.events["step"]:
-        again, last = step.get("recoveries", 0) > last, step.get("recoveries", 0)
-        noted = [recovery for recovery in run.events["recovery"] if recovery["step"] == step["step"]]
-        for recovery in noted or ([step] if again else []):
-            limit = recovery.get("max_tokens")
-            cells.append({
-                "step": say.count(step["step"]),
-                "epoch": say.count(step["epoch"]),
-                "out of memory": recovery.get("failed", ""),
-                "new limit of a forward": "" if limit is None else f"{say.count(limit)} tokens",
-            })  # fmt: skip
-    header = [name for name in (cells[0] if cells else ()) if any(cell[name] for cell in cells)]
-    return [table(header, [[cell[name] for name in header] for cell in cells], words=[2, 3])] if cells else []
+    """Return each step that ran out of memory and ran again."""
+    rows = []
+    for recovery in run.events["recovery"]:
+        limit = "" if recovery["max_tokens"] is None else f"{say.count(recovery['max_tokens'])} tokens"
+        rows.append([say.count(recovery["step"]), say.count(recovery["epoch"]), recovery["failed"], limit])
+    header = ["step", "epoch", "out of memory", "new limit of a forward"]
+    return [table(header, rows, words=[2, 3])] if rows else []
 
 
 def probe(run: Run) -> list[Html]:
@@ -299,10 +288,10 @@ def probe(run: Run) -> list[Html]:
 
 
 def _what_sets_the_peak(probe: Event) -> list[Html]:
-    alive = probe.get("peak_kinds") or {}
+    alive = probe["peak_kinds"]
     if not any(alive.values()):
         return []
-    at = probe.get("enough") or probe["batch_size"]
+    at = probe["enough"] or probe["batch_size"]
     ran = [(trial["batch_size"], trial["peak_bytes"]) for trial in probe["measurements"]]
     peak = next((peak for size, peak in (*ran, *probe["predicted"]) if size == at and peak is not None), 0)
     alive = {**alive, _IN_USE: max(peak - sum(alive.values()), 0)}
@@ -361,21 +350,8 @@ def _interval(span: Sequence[float], first: float, last: float) -> Html:
 
 
 def config(run: Run) -> list[Html]:
-    if (found := configs.snippet(run)) is None:
+    """Return the config of a run as JSON, which YAML reads, too."""
+    if not (whole := (run.last("run") or {}).get("config")):
         return []
-    yaml, spares = found
-    copied = tag(
-        "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
-    )
-    full_config = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
-    more = tag("details", tag("summary", "The whole config of this run"), full_config)
-    return [tag("p", spares), copied, *_from_stock(run), more]
-
-
-def _from_stock(run: Run) -> list[Html]:
-    if (found := configs.from_stock(run)) is None:
-        return []
-    name, differ = found
-    rows = [[key, *values] for key, values in differ]
-    heading = tag("summary", f"What differs from torchtune's {name} ({len(rows)})")
-    return [tag("details", heading, table(["", "torchtune's", "this run's"], rows, words=[0, 1, 2]))]
+    written = tag("pre", tag("code", json.dumps(whole, indent=2, ensure_ascii=False)), tabindex="0")
+    return [tag("details", tag("summary", "The whole config of this run"), written)]

@@ -37,7 +37,7 @@ class TokenLimit:
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
-        self.largest_that_ran = state.get("largest_that_ran", 0)
+        self.largest_that_ran = state["largest_that_ran"]
 
     def note(self, tokens: int) -> None:
         self.largest_that_ran = max(self.largest_that_ran, tokens)

@@ -84,17 +84,6 @@ def config_on_command_line() -> str:
     return next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
 
 
-def stock_config(path: Path) -> str | None:
-    """Return the name of torchtune's config that a file is named after, ``_adaptive`` aside; None if that is not clear.
-
-    Where several are called like the file, it is the one whose folder is called like the file's.
-    """
-    stem, ours = path.stem.removesuffix("_adaptive"), recipes_folder()
-    found = [name for name, file in config_files().items() if file.stem == stem and not file.is_relative_to(ours)]
-    found = [name for name in found if name == f"{path.parent.name}/{stem}"] or found
-    return found[0] if len(found) == 1 else None
-
-
 def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
     """Return the file of the config that a name or a path stands for; without one, end with the closest name."""
     files, path = config_files(), Path(name)

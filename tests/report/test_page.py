@@ -24,7 +24,7 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._report.sections import MIB
 from tests.conftest import ROOT, without_pages
 from tests.support.html import UPLOT, Page, check_that_it_asks_for_nothing, read_page
-from tests.support.runs import EXPLORED, FIRST_VERSION, about, start_epoch, write_run
+from tests.support.runs import EXPLORED, PROBED, about, start_epoch, write_run
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_all_that_the_page_says_is_what_the_record_holds(run: Path) -> None:
     assert page.tables["recoveries"][0][1:] == [["5", "1", "with 8 samples of up to 40 tokens", "160 tokens"]]
     assert "<title>run · lora_llama3_2_1b · adaptive batching</title>" in page.text
     assert "on Z80, 1 cores" in page.text and "torch 2.9, torchtune 0.6.1" in page.text
-    assert "optimizer:\n  _component_: torch.optim.AdamW" in page.codes[1], "the whole config"
+    assert json.loads(page.codes[0])["optimizer"]["_component_"] == "torch.optim.AdamW"
     assert "validation 45.000, least 9.000 after step 6" in page.words["summary"]
     assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
         ["2", "0.0 MiB", "yes"], ["8", "0.0 MiB", "yes"], ["16", "out of memory", "no"],
@@ -119,9 +119,9 @@ def test_each_of_several_validation_sets_has_a_curve_and_values_of_its_own(tmp_p
 
 
 def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
-    events = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
-    kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 314572800, "logits": 419430400, "other": 0}'
-    (tmp_path / "report.jsonl").write_text(f"{events[0]}, {kinds}}}\n")
+    kinds = {"weights": 314572800, "logits": 419430400, "other": 0}
+    event = {**PROBED, "peak_moment": "backward", "peak_kinds": kinds}
+    (tmp_path / "report.jsonl").write_text(json.dumps(event) + "\n")
     page = page_of(tmp_path)
     assert page.tables["probe"][0][1:] == [
         ["logits", "400 MiB", "37 %"], ["in use before, and not traced", "369 MiB", "34 %"],
@@ -134,8 +134,7 @@ def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
 def test_a_maximum_that_is_rounded_down_says_what_would_fit(
     exact: int | None, shown: int | None, tmp_path: Path
 ) -> None:
-    [event] = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
-    (tmp_path / "report.jsonl").write_text(f'{event}, "exact": {json.dumps(exact)}}}\n')
+    (tmp_path / "report.jsonl").write_text(json.dumps({**PROBED, "exact": exact}) + "\n")
     page = page_of(tmp_path)
     assert page.data["probes"][0]["exact"] == shown
     rounded = "about 51 fit, rounded down to 32 (round_to_power_of_two)"
@@ -202,26 +201,15 @@ def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     assert page.facts["Optimizer steps"] == str(len(read_events(record)["step"])) != "12"
 
 
-def test_a_record_of_the_first_version_has_a_page(run: Path, tmp_path: Path) -> None:
-    page = page_of(FIRST_VERSION, output=tmp_path / "old.html")
-    assert page.facts["Batch size"] == "8 → 32" and page.facts["Out of memory"] == "once"
-    assert not {"Time", "Padding", "Peak memory"} & set(page.facts), "no tile of what is not known"
-    assert page.tables["recoveries"][0][0] == ["step", "epoch"]
-    assert "config" not in page.tables and "exploration" not in page.tables
-    assert len(page.data["runs"][0]["columns"]["trend"]) == 84
-    check_that_it_asks_for_nothing(page_of(FIRST_VERSION, run, output=tmp_path / "both.html"))
-
-
 def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
     other = Report(tmp_path / "other", about=about(batch_size=5, output_dir="outputs/other"))
     write_run(other, range(2), all_there_is=False)
     page = page_of(run, tmp_path / "other", output=tmp_path / "both.html")
-    facts, differences = page.tables["summary"]
+    [facts] = page.tables["summary"]
     assert facts[0] == ["", "run", "other", "difference"]
     assert [row[3] for row in facts if row[0] in ("Samples", "Padding", "Loss")] == ["-57.1 %", "+18.6 %", ""]
     sizes = next(row for row in facts if row[0] == "Batch size")
     assert [cell.split("samples")[0] for cell in sizes[1:3]] == ["4 → 16", "4 → 8"]
-    assert differences[1:] == [["batch_size", "4", "5"]], "folders are no settings"
     assert [len(each["columns"]["step"]) for each in page.data["runs"]] == [12, 8]
     assert len(page.tables["decisions"]) == 2 and page.data["probes"][1] is None
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
+from adaptive_batching._probe.sizes import Measurement, ProbeResult
 from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.fastest import Estimate, Exploration
 from tests.support.examples import RESULT
 
-FIRST_VERSION = Path(__file__).parents[1] / "report" / "version_1.jsonl"
+PROBED: dict[str, Any] = {
+    "event": "probe", "sequence_length": 128, "waited": 3.25,
+    **ProbeResult(
+        batch_size=32, reason="memory", budget_bytes=1593835520, total_bytes=25276510208, search="predict",
+        seconds=3.25, measurements=[Measurement(8, True, 593207296, 0.28), Measurement(32, True, 1120505856, 0.89)],
+        predicted=[(8, 733003776), (32, 1120505856), (33, 1136651776), (64, 1637175296)],
+    ).to_dict(),
+}  # fmt: skip
 CONFIG: dict[str, Any] = {
     "output_dir": "outputs/run",
     "batch_size": 4,
@@ -34,7 +41,10 @@ EXPLORED = [
 def about(**changes: Any) -> dict[str, Any]:
     """What a record says of a run before it begins."""
     config = {**CONFIG, **changes}
-    return {"adaptive_batching": "0.1.0", "recipe": "Recipe", "device": "cpu", "ranks": 1, "config": config, **VERSIONS}
+    return {
+        "adaptive_batching": "0.1.0", "recipe": "Recipe", "model": "lora_llama3_2_1b", "device": "cpu", "ranks": 1,
+        "config": config, **VERSIONS,
+    }  # fmt: skip
 
 
 def start_epoch(report: Report, epoch: int, batch_size: int, steps: int, reason: str = "kept") -> None:

@@ -219,11 +219,6 @@
     document.documentElement.dataset.drawn = String(charts.length);
   }
 
-  document.querySelectorAll(".copy").forEach((button) => button.addEventListener("click", () => {
-    getSelection().selectAllChildren(button.parentElement.querySelector("code"));
-    button.textContent = document.execCommand("copy") ? "Copied" : "Selected: copy it"; // allowed in a local file, too
-  }));
-
   drawAll();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   matchMedia("print").addEventListener("change", drawAll);

@@ -206,10 +206,9 @@ class Session:
     def _restore(self, stored: Mapping[str, Any]) -> None:
         self.split_policy.limit.load_state_dict(stored["token_limit"])
         self.split_policy.cost.load_state_dict(stored["forward_cost"])
-        if "validation_limit" in stored:
-            self._validation_limit.load_state_dict(stored["validation_limit"])
-        if stored["growth"].get("within_epoch") is not None:
-            _warn_of_another_order(stored.get("order", {}), _order_of(self.host))
+        self._validation_limit.load_state_dict(stored["validation_limit"])
+        if stored["growth"]["within_epoch"] is not None:
+            _warn_of_another_order(stored["order"], _order_of(self.host))
         ranks = self.host.ranks
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)

@@ -16,7 +16,6 @@ from torchtune import training
 from adaptive_batching._config import SECTION, TOP_LEVEL, AdaptiveBatchingConfig
 from adaptive_batching._device import device_name
 from adaptive_batching._report.about import about
-from adaptive_batching._torchtune.names import config_files, config_on_command_line, stock_config
 from adaptive_batching._values import ConfigError, Fixed, Whole, require_positive_int
 
 log = logging.getLogger(__name__)
@@ -168,14 +167,9 @@ def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
 
 
 def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
-    stock = stock_config(Path(config_on_command_line()))
-    of_stock = (
-        {} if stock is None else {"stock": {"name": stock, "config": _whole(OmegaConf.load(config_files()[stock]))}}
-    )
     config = _whole(cfg)
     model = str((config.get("model") or {}).get("_component_", "")).rpartition(".")[2]
-    known = about(recipe, model, config, device=device_name(device), ranks=num_ranks, packages=("torch", "torchtune"))
-    return {**known, **of_stock}
+    return about(recipe, model, config, device=device_name(device), ranks=num_ranks, packages=("torch", "torchtune"))
 
 
 def _whole(cfg: Any) -> Any:
