@@ -34,7 +34,12 @@ def start(kind: str, tune_run: TuneRun, inputs: Path, tmp_path: Path) -> Start:
     """``start(*overrides, name=...)``: a run of a recipe of this kind."""
     if kind != "ppo":
         return partial(tune_run, kind)
-    return lambda *overrides, name="out": ppo_run(inputs, tmp_path / name, *PPO, *overrides)
+
+    def start_ppo(*overrides: str, name: str = "out", cut_off_at: float | None = None) -> Run:
+        with copying(tmp_path / name, cut_off_at):
+            return ppo_run(inputs, tmp_path / name, *PPO, *overrides)
+
+    return start_ppo
 
 
 def settings(kind: str) -> list[str]:
@@ -49,8 +54,7 @@ def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off
     kind: str, start: Start, tmp_path: Path
 ) -> None:
     overrides = settings(kind)
-    with copying(tmp_path / "whole", 1.5):
-        whole = start(*overrides, name="whole")
+    whole = start(*overrides, name="whole", cut_off_at=1.5)
     whole.copy_when_cut_off(tmp_path / "out")
     [probe] = events(whole, "probe")
     assert probe["search"] == "predict", "the step could be traced"

@@ -90,11 +90,3 @@ def test_what_does_not_fit_ends_the_run(recovers: bool, failed: list[int], messa
     with pytest.raises(DoesNotFitError, match=message):
         device.run(40, recovers=recovers)
     assert device.failed == failed
-
-
-def test_other_errors_are_raised_as_they_are() -> None:
-    def forward(part: range) -> list[int]:
-        raise ZeroDivisionError(part)
-
-    with pytest.raises(ZeroDivisionError):
-        AutoBatcher(4, lambda: None).run([1] * 4, forward)

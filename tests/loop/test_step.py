@@ -159,16 +159,6 @@ def test_steps_are_those_of_a_plain_loop_however_they_are_cut_and_whatever_runs_
         assert len(model.forwards) <= 6, "as a forward has a cost of its own"
 
 
-def test_the_random_numbers_of_samples_that_run_again_are_the_same() -> None:
-    def loss_and_next_random_number(failures: int) -> tuple[float, float]:
-        model, step = make(dropout=0.5)
-        step(SAMPLES)  # of this size one has fitted: it runs again as it was
-        always(model, failures)
-        return step(SAMPLES).item(), torch.rand(1).item()
-
-    assert loss_and_next_random_number(0) == loss_and_next_random_number(1)
-
-
 def test_parts_become_smaller_within_max_tokens_and_larger_again_after_many_clean_steps() -> None:
     model, step = make(max_tokens=100)
     always(model)
@@ -411,14 +401,6 @@ def test_a_sample_longer_than_any_before_is_named_where_memory_runs_out(caplog: 
     caplog.clear()
     step(texts(40, 39, 38))
     assert "out of memory with" not in caplog.text or "a sample, number" not in caplog.text  # as long as one that ran
-
-
-def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
-    model, step = make()
-    model.book.most_tokens = 25
-    with pytest.raises(DoesNotFitError, match="1 sample of up to 30 tokens, which cannot be split; shorten it"):
-        step(SAMPLES)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -180,19 +180,6 @@ def test_what_doubling_costs_is_told_by_the_steps_of_the_probe(
     assert said in told if said else told == ""
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [({"_component_": "a.b"}, True), ("a.b", True), ({"_component_": None, "every": 1}, False), (None, False)],
-)
-def test_what_doubling_costs_is_told_where_the_batch_grows(
-    function: Any, says: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    report = Report(tmp_path, about=about(batch_increase_function=function))
-    write_run(report)
-    line = "oubling the batch makes a step 1.41 times as long here"  # 0.1 s at 2 samples, 0.2 s at 8
-    assert (line in "\n".join(report.table())) == (line in page_of(tmp_path).words["decisions"]) == says
-
-
 def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     record = run / "report.jsonl"
     record.write_bytes(record.read_bytes()[:-900])

@@ -7,7 +7,7 @@ import pytest
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._report.events import read_events
-from adaptive_batching._report.page import finish_page, write_page
+from adaptive_batching._report.page import finish_page
 from adaptive_batching._report.record import Report
 from adaptive_batching._values import ConfigError
 from tests.support import runs
@@ -178,27 +178,6 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
     resumed.finish()
     page = read_page(tmp_path / "report.html")
     assert "error" not in page.words and "ended 20" in page.words["summary"]
-
-
-def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[object] = []
-    monkeypatch.setattr("adaptive_batching._report.record.finish_page", lambda *args: waited.append(args))
-    about = {**runs.about(), "ranks": 2}
-    other, report = Report(tmp_path, rank=1, ranks=2), Report(tmp_path, ranks=2, about=about)
-    with pytest.raises(ZeroDivisionError), other.showing_errors():
-        write_run(report, range(1))
-        write_run(other, range(1))
-        raise ZeroDivisionError("a bug")
-    with pytest.raises(RuntimeError, match="closed"), report.showing_errors():
-        raise RuntimeError("connection closed")
-    assert kinds(report)[-3:] == ["step", "error", "error"]
-    assert not waited and other._page is not None and report._page is not None
-    for page in (other._page, report._page):
-        assert finish_page(page, seconds=60) == str(tmp_path / "report.html")
-    words = read_page(write_page([tmp_path])).words["error"]
-    assert "ZeroDivisionError on rank 1" in words and "RuntimeError on rank 0" in words and "a bug" in words
 
 
 def test_the_page_shows_each_epoch_once_it_is_over(report: Report, tmp_path: Path) -> None:

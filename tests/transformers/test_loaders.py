@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
@@ -16,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from adaptive_batching import ConfigError  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_alike, make_trainer  # noqa: E402
 
 AUTO = AdaptiveArguments(micro_batch_size="auto")
 THREE = AdaptiveArguments(micro_batch_size=3)
@@ -230,52 +228,3 @@ def test_batches_of_a_sampler_s_own_sizes_are_not_resized(tmp_path: Path) -> Non
     assert_alike(ours, stock)
     with pytest.raises(ConfigError, match="BatchesOfTheirOwn, which keeps the sizes of its batches"):
         make_trainer(tmp_path, grows, kind=kind).train()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_evaluation_in_parts_with_workers_gives_what_trainer_gives(persistent: bool, tmp_path: Path) -> None:
-    found = []
-    for ours in (None, THREE):
-        trainer = make_trainer(
-            tmp_path, ours, eval_dataset=trainers.make_data(20), per_device_eval_batch_size=6,
-            dataloader_num_workers=1, dataloader_persistent_workers=persistent,
-        )  # fmt: skip
-        short = OutOfMemory(trainer.model, 80 if ours else 10**9, in_training=False)
-        found.append([trainer.evaluate()["eval_loss"] for _ in range(2)])
-        assert next(iter(trainer.callback_handler.eval_dataloader))["input_ids"].dim() == 2
-    assert short.failures
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-class Drawn(torch.utils.data.Dataset[Any]):
-    """Samples that are augmented with random numbers, of all kinds of generators."""
-
-    def __init__(self) -> None:
-        self._samples = trainers.make_data()
-        self._own: list[Any] = [random.Random(1), numpy.random.default_rng(2), numpy.random.RandomState(3)]
-        self._of_torch = torch.Generator().manual_seed(4)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        python, generator, state = self._own
-        token = random.randrange(8) + numpy.random.randint(8) + int(torch.randint(8, ()))
-        token += python.randrange(8) + int(generator.integers(8)) + state.randint(8)
-        token += int(torch.randint(8, (), generator=self._of_torch))
-        ids = [1 + token, *self._samples[index]["input_ids"]]
-        return {"input_ids": ids, "labels": ids}
-
-
-def test_data_that_draw_random_numbers_train_as_before(tmp_path: Path) -> None:
-    def train(ours: AdaptiveArguments | None) -> Any:
-        data = torch.utils.data.Subset(Drawn(), range(39))
-        trainer = make_trainer(tmp_path, ours, data=data, model=trainers.make_llama(attention_dropout=0.1))
-        transformers.set_seed(5)
-        trainer.train()
-        return trainer
-
-    stock = train(None)
-    whole = train(AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 8}))
-    assert logged(stock)[0]["loss"] == logged(whole)[0]["loss"]
-    assert_alike(whole, stock)

@@ -135,19 +135,6 @@ def test_a_trainer_of_trl_trains_as_before(
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
-def test_a_trainer_of_trl_survives_short_memory(kind: str, tokenizer: Any, tmp_path: Path) -> None:
-    stock = make(kind, tmp_path / "stock", tokenizer, None)
-    stock.train()
-    chance.seed(1)
-    ours = make(kind, tmp_path / "ours", tokenizer, AdaptiveArguments(micro_batch_size=8))
-    OutOfMemory(ours.model, 130)
-    ours.train()
-    assert ours.adaptive.num_recoveries >= 1
-    assert_alike(ours, stock)
-    assert [each["num_tokens"] for each in logged(ours)[:-1]] == [each["num_tokens"] for each in logged(stock)[:-1]]
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
 def test_an_evaluation_in_parts_gives_what_it_would_have_given(kind: str, tokenizer: Any, tmp_path: Path) -> None:
     found, predicted = [], []
 
@@ -171,14 +158,6 @@ def test_an_evaluation_in_parts_gives_what_it_would_have_given(kind: str, tokeni
         assert in_parts[key] == pytest.approx(stock[key], rel=1e-4, abs=1e-6), key
     if kind == "DPO":
         torch.testing.assert_close(*predicted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["DPO", "Reward"])  # the script of the page probes SFT
-def test_the_largest_forward_of_a_trainer_of_trl_is_probed(kind: str, tokenizer: Any, tmp_path: Path) -> None:
-    ours = make(kind, tmp_path, tokenizer, AdaptiveArguments(micro_batch_size="auto"))
-    ours.train()
-    assert ours.adaptive.probe.batch_size == 8
-    assert not any("num_tokens" in each and each["num_tokens"] == 0 for each in logged(ours))
 
 
 def test_the_script_of_the_page_trains(tokenizer: Any, tmp_path: Path) -> None:
