@@ -155,8 +155,8 @@ class _OnPaper:
     _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
-        made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
-        sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
+        loaders = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
+        sampler, stock_loader = loaders if isinstance(loaders, tuple) else (None, loaders)  # as the recipe has it
         loader = SampleLoader(stock_loader, drops_last=self.enabled or stock_loader.drop_last)
         if loader.dataset.packed:
             loader.collate = _collate_packs
@@ -236,18 +236,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in adapters:
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            is_sharded, whole = local is not parameter, None
+            is_sharded, gathered = local is not parameter, None
             if isinstance(local, NF4Tensor):
                 self._repeat(parameter.shape, partial(_quantize, parameter.shape, local))
             elif is_sharded:
-                whole = self._take(parameter.numel() * parameter.element_size())
+                gathered = self._take(parameter.numel() * parameter.element_size())
             if is_sharded and on_host:
                 for storage in get_untyped_storages(local):
                     self._events.append(~self._take(storage.nbytes()))
             elif is_sharded:
                 self.hold([local])
-            if whole is not None:
-                self._events.append(~whole)
+            if gathered is not None:
+                self._events.append(~gathered)
 
     def start_dora(self, layer: Any) -> None:
         """Note what the first magnitude of a DoRA layer takes (``initialize_dora_magnitude``)."""
@@ -287,8 +287,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _quantize(shape: torch.Size, like: Any) -> None:
-    whole = torch.empty(shape, dtype=like.dtype, device="meta")
-    NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)
+    gathered = torch.empty(shape, dtype=like.dtype, device="meta")
+    NF4Tensor.from_tensor(gathered, like.block_size, like.scaler_block_size)
 
 
 def _shifted(events: list[int], by: int) -> list[int]:

@@ -172,13 +172,13 @@ class PPOSession(Session):
         waited = time.perf_counter() - start
         length_of_rows = len(worst.tokens(sample))
         report.probe(of_probe.result, sequence_length=length_of_rows, of="most in a backward", waited=waited)
-        found = probe.probed(of_probe)
-        most_rows = found.sizes.maximum if follows else upper
+        probed = probe.probed(of_probe)
+        most_rows = probed.sizes.maximum if follows else upper
         step = self._rollout_step(length, most_rows, row_bytes)
         rollout = self._probe_rollouts(step, most_rows, length, cache_inputs, folder)
         report.rollout(rollout, prompt_length=length, generated=generated)
         self._rollout_rows = rollout.batch_size
-        return found
+        return probed
 
     def _probe_rollouts(
         self, step: TrainingStep, most_rows: int, prompt_tokens: int, cache_inputs: CacheInputs, folder: Path

@@ -72,9 +72,10 @@ class CacheInputs:
         """Return the entries of the config that call for another probe when they change."""
         cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
         values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-        found = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
-        found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
-        return masked(found)  # type: ignore[no-any-return]
+        of_memory = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
+        # The learning rate is what is tuned most often.
+        of_memory["optimizer"] = {key: value for key, value in of_memory["optimizer"].items() if key != "lr"}
+        return masked(of_memory)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

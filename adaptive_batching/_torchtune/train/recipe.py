@@ -116,13 +116,13 @@ class AdaptiveBatching:
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
             about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
             self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
-        found: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if cfg.resume_from_checkpoint:
             if settings.enabled:
-                found = checkpoints.from_last_checkpoint(cfg)
+                context = checkpoints.from_last_checkpoint(cfg)
             elif not cfg.get("enable_async_checkpointing", False):  # these have folders of their own
                 checkpoints.refuse_step_checkpoints(cfg)
-        with found:
+        with context:
             super().setup(cfg=cfg)  # type: ignore[misc]
         with self._at_work():
             self._settle(cfg, self._report)
@@ -233,12 +233,12 @@ class AdaptiveBatching:
     def _load_data(self, key: str, *args: Any, **kwargs: Any) -> tuple[Any, DataLoader[Any]]:
         """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``."""
         try:
-            made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
+            loaders = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{key} cannot be loaded: {in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
-        return made if isinstance(made, tuple) else (None, made)
+        return loaders if isinstance(loaders, tuple) else (None, loaders)
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)
