@@ -154,12 +154,8 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
 
 def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
     """Return the recipe, the file and the config that a name or path and overrides stand for."""
-    files = [
-        (stock.name, listed.file_path)
-        for stock in registry.get_all_recipes()
-        for listed in stock.configs
-        if listed.name == name
-    ]
+    shipped = [(stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs]
+    files = [(recipe_name, config.file_path) for recipe_name, config in shipped if config.name == name]
     path = Path(name)
     if files and not path.is_file():
         path = CONFIGS / files[0][1]
@@ -170,7 +166,7 @@ def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tupl
         for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
             if name in [config_file.name for config_file in other.configs]:
                 raise NotPlannedError(_not_covered(name, other.name))
-        raise ConfigError(f"there is no config {name!r}{closest(name, [known_as for known_as, *_ in known])}")
+        raise ConfigError(f"there is no config {name!r}{closest(name, [config.name for _, config in shipped])}")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # whatever is wrong with it
