@@ -219,7 +219,7 @@ class SizesRun:
         return self.high - self.low > 1
 
     @property
-    def found(self) -> int | None:
+    def largest(self) -> int | None:
         """Largest batch size that ran and fitted, or None if no candidate has."""
         largest = self.candidates[self.low] if self.low >= 0 else None
         assert largest is None or largest in self._peaks

@@ -197,7 +197,7 @@ class PPOSession(Session):
             return find_largest(step, settings, meter, request, remedy=remedy, scratch=folder)
 
         facts = {"recipe": f"{self.host.name}, rollout", "held": most_rows, "sequence_length": prompt_tokens}
-        inputs, path = replace(cache_inputs, found=None), folder / "probe_rollout.json"
+        inputs, path = replace(cache_inputs, stored=None), folder / "probe_rollout.json"
         return cached_probe(self.host, self.settings, inputs, facts, request, path, find).result
 
     def _rollout_step(self, prompt_tokens: int, held_rows: int, row_bytes: int) -> TrainingStep:

@@ -29,7 +29,7 @@ from adaptive_batching._torchtune.stock.losses import next_token
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
-from adaptive_batching._torchtune.train.probing import CacheInputs, found_in
+from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
 from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.train.stock_keys import cannot_be_loaded, in_short
@@ -144,7 +144,7 @@ class AdaptiveBatching:
 
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
         measures_noise, stored = self._increase.noise_scale_every is not None, self._stored
-        return CacheInputs(cfg, measures_noise, resumes=bool(stored), found=found_in(stored))
+        return CacheInputs(cfg, measures_noise, resumes=bool(stored), stored=stored_probe_in(stored))
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
