@@ -99,25 +99,26 @@ def set_up(
     accept_configs_of_torchao()
     allocations = allocations or Allocations()
     with torch.random.fork_rng(devices=[]), quiet(), _without_device(stock, allocations):
-        made: Any = planned(cfg)
-        made._device = torch.device("meta")
+        planned_recipe: Any = planned(cfg)
+        planned_recipe._device = torch.device("meta")
         with contextlib.nullcontext() if devices > 1 else allocations:
-            made.setup(cfg)
+            planned_recipe.setup(cfg)
     host = hosts.host_of(
-        made,
+        planned_recipe,
         Ranks(alone=True),
-        made.backward_optimizers,
+        planned_recipe.backward_optimizers,
         lambda parts: make_objective(replace(parts, num_ranks=devices)),
     )
-    if made.enabled:
+    if planned_recipe.enabled:
         host.objective.leave_stock()
     if cfg.device == "cpu":  # torch loops over parameters there, where the config leaves it open
         for group in (group for optimizer in host.optimizers for group in optimizer.param_groups):
             if group.get("foreach", ...) is None and group.get("fused") is None:
                 group["foreach"] = False
-    steps = made.total_epochs * made._steps_per_epoch
-    rates = made.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(made))  # stock may have no schedule
-    return host, hosts.run_of(made, int(cfg.batch_size), rates)
+    steps = planned_recipe.total_epochs * planned_recipe._steps_per_epoch
+    # Stock may have no schedule.
+    rates = planned_recipe.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(planned_recipe))
+    return host, hosts.run_of(planned_recipe, int(cfg.batch_size), rates)
 
 
 @contextlib.contextmanager

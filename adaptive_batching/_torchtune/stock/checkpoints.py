@@ -303,10 +303,10 @@ def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
     output_dir = Path(value.output_dir)
     if not name or output_dir.resolve() in Path(value.checkpoint_dir).resolve().parents:
         return
-    found = sorted(path.name for path in (output_dir / name).glob("model-*"))
-    if not found:
+    weights = sorted(path.name for path in (output_dir / name).glob("model-*"))
+    if not weights:
         raise ConfigError(
             f"resume_from_checkpoint=True, but value_checkpointer.output_dir={value.output_dir!r} has no value model "
             f"of {name}, from which the policy resumes; set it to that of the run to resume"
         )
-    value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), found
+    value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), weights
