@@ -149,8 +149,8 @@ class BatchesThatFit:
             return texts
 
         # Each takes a cache of that length, however long it is.
-        lengths = [self.max_length] * len(order)
-        texts_in_order = self._run_in_parts("generate_until", lengths, forward, at_worst, disable_tqdm)
+        row_lengths = [self.max_length] * len(order)
+        texts_in_order = self._run_in_parts("generate_until", row_lengths, forward, at_worst, disable_tqdm)
         by_index = dict(zip(order, texts_in_order, strict=True))
         return [by_index[index] for index in range(len(requests))]
 
