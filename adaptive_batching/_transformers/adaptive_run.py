@@ -320,14 +320,14 @@ class AdaptiveRun:
         optimizer = scheduler.optimizer
         unwrapped = getattr(optimizer, "optimizer", optimizer)
 
-        def at(step: int, rate: Callable[[Any], float]) -> float:
+        def rate_at(step: int, rate: Callable[[Any], float]) -> float:
             growth = schedule.size_at(step) / schedule.reference_size
             scale = learning_rate_scale(rule, unwrapped, growth, self.settings.max_lr_scale)
             return rate(schedule.scheduled(step)) * scale
 
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        return LambdaLR(optimizer, [functools.partial(at, rate=rate) for rate in scheduler.lr_lambdas])
+        return LambdaLR(optimizer, [functools.partial(rate_at, rate=rate) for rate in scheduler.lr_lambdas])
 
     def _find(self, request: ProbeRequest, data: TrainingData, step: StepInParts) -> StoredProbe:
         """Return the largest forward that fits: what was found before, where it still holds, or else of a probe."""
