@@ -208,8 +208,8 @@ class AdaptiveBatchingConfig:
         return settings
 
 
-_FLAGS = [each.name for each in dataclasses.fields(AdaptiveBatchingConfig) if isinstance(each.default, bool)]
-SECTION = [each.name for each in dataclasses.fields(AdaptiveBatchingConfig) if each.name not in TOP_LEVEL]
+_FLAGS = [setting.name for setting in dataclasses.fields(AdaptiveBatchingConfig) if isinstance(setting.default, bool)]
+SECTION = [setting.name for setting in dataclasses.fields(AdaptiveBatchingConfig) if setting.name not in TOP_LEVEL]
 
 
 def _check_choice(key: str, value: Any, known: Collection[str]) -> None:

@@ -38,7 +38,7 @@ class RandomState:
 
     def __eq__(self, other: object) -> bool:
         def known(state: RandomState) -> list[Any]:
-            return [state._of_python, str(state._of_numpy), [each.tolist() for each in state._of_torch.values()]]
+            return [state._of_python, str(state._of_numpy), [x.tolist() for x in state._of_torch.values()]]
 
         return isinstance(other, RandomState) and known(self) == known(other)
 

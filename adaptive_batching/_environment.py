@@ -48,16 +48,16 @@ def _devices() -> Iterator[tuple[str, str]]:
     if not torch.cuda.is_available():
         yield "GPU", "none"
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        device = torch.cuda.get_device_properties(index)
         yield (
             f"GPU {index}",
-            f"{found.name}, {memory_size(found.total_memory)}, capability {found.major}.{found.minor}",
+            f"{device.name}, {memory_size(device.total_memory)}, capability {device.major}.{device.minor}",
         )
     yield "CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"
     if torch.cuda.is_available():
         segments = cuda_segments()
-        known = "settings that the trace does not support" if segments is None else f"{segments.value} segments"
-        yield "allocator", f"{torch.cuda.get_allocator_backend()}, {known}"
+        in_trace = "settings that the trace does not support" if segments is None else f"{segments.value} segments"
+        yield "allocator", f"{torch.cuda.get_allocator_backend()}, {in_trace}"
     for name in _VARIABLES:
         yield name, os.environ.get(name, "not set")
 

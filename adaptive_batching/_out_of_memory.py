@@ -45,8 +45,8 @@ def is_out_of_memory(error: BaseException) -> bool:
             return bool(torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY)
         except (RuntimeError, AssertionError):  # no device, or one that cannot be queried in its current state
             return False
-    known = message == _NO_THREAD_MESSAGE or _ONEDNN_MESSAGE.search(message) is not None
-    return known or any(name in message for name in _OUT_OF_MEMORY_MESSAGES)
+    is_known = message == _NO_THREAD_MESSAGE or _ONEDNN_MESSAGE.search(message) is not None
+    return is_known or any(name in message for name in _OUT_OF_MEMORY_MESSAGES)
 
 
 def forget_frames(error: BaseException) -> None:

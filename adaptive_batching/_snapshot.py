@@ -119,7 +119,8 @@ class Snapshot:
         places: set[Place | None] = set()
         for module, saved in self._of_modules:
             for now, before in [(vars(module), saved), (module._buffers, saved["_buffers"])]:
-                places |= {(module, name) for name in {**before, **now} if _differ(before, now, name)}
+                names = {**before, **now}
+                places |= {(module, n) for n in names if before.get(n, _NOTHING) is not now.get(n, _NOTHING)}
         places -= {(module, name) for module, _ in self._of_modules for name in ("_buffers", "_parameters", "_modules")}
         places |= {place for container, saved, place in self._containers if not _is_as(container, saved)}
         places |= {place for holder, state, place in self._states if not _same_state(holder.get(), state)}
@@ -506,10 +507,6 @@ def _refill(container: Any, saved: Any) -> None:
             container[key] = value
     else:
         (container.update if isinstance(container, set) else container.extend)(saved)
-
-
-def _differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
-    return before.get(name, _NOTHING) is not now.get(name, _NOTHING)
 
 
 # Generators of random numbers, and arrays

@@ -204,8 +204,8 @@ def _condition(run: DryRun) -> str | None:
             lines, steps = ({line for of, line in lines_read if of == file} for lines_read in (reads, of_steps))
             if of_steps and not steps:
                 continue
-            if found := condition_on_a_value(source, lines, steps):
-                return f"{Path(file).name}:{found}"
+            if line_number := condition_on_a_value(source, lines, steps):
+                return f"{Path(file).name}:{line_number}"
     return None
 
 

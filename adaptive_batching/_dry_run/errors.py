@@ -24,8 +24,8 @@ def start() -> None:
     def keep_and_call(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if "torch" not in sys.modules:
             with contextlib.suppress(Exception):  # a report watches, and breaks nothing
-                found = {"process": os.getpid(), "peaks": {}, "steps": [], "error": describe_error(error)}
-                write_process(Path(os.environ[FOLDER]), found)
+                values = {"process": os.getpid(), "peaks": {}, "steps": [], "error": describe_error(error)}
+                write_process(Path(os.environ[FOLDER]), values)
         of_python(kind, error, trace)
 
     if FOLDER in os.environ:
@@ -49,8 +49,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_process(folder: Path, found: dict[str, Any]) -> None:
+def write_process(folder: Path, values: dict[str, Any]) -> None:
     """Write what is known of a process to its file, all at once."""
-    partial = folder / f".{found['process']}"
-    partial.write_text(json.dumps(found))
-    partial.replace(folder / f"{found['process']}.json")
+    partial = folder / f".{values['process']}"
+    partial.write_text(json.dumps(values))
+    partial.replace(folder / f"{values['process']}.json")

@@ -85,17 +85,16 @@ def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[in
     if limit <= top:
         y = point_at(first, limit).split(",")[1]
         drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
-    keys = [_key(CATEGORIES.index(category) % _COLOURS, category) for category in shown]
+    keys = [
+        tag("li", tag("span", class_=f"key c{CATEGORIES.index(category) % _COLOURS}"), tag("span", category))
+        for category in shown
+    ]
     notes = "Line: reserved by the allocator." + (" Dashed: the card's memory." if limit <= top else "")
     label = f"Memory over {last - first:,} events of the allocator"
     picture = tag("svg", Html("".join(drawn)), viewBox=f"0 0 {_WIDTH} {_HEIGHT}", class_="memory", role="img",
                   aria_label=label)  # fmt: skip
     below_chart = tag("p", f"{label}, from its first. {notes}", class_="hint")
     return [tag("ul", *keys, class_="keys"), tag("figure", picture), below_chart]
-
-
-def _key(number: int, name: str) -> Html:
-    return tag("li", tag("span", class_=f"key c{number}"), tag("span", name))
 
 
 def _holders(history: dict[str, Any]) -> list[Html]:

@@ -145,7 +145,8 @@ def build() -> Path:
         raise BuildError(f"{needed}; install g++, or set CXX")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as unfinished:
-        _compile(compiler, Path(unfinished), _called(callers) | _defined(replaced) | set(TRITON), cuda)
+        defined = set(filter(CALLS.fullmatch, _symbols(replaced, "--defined-only", "TWi")))
+        _compile(compiler, Path(unfinished), _called(callers) | defined | set(TRITON), cuda)
         (Path(unfinished) / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's launcher is linked to
         try:
             Path(unfinished).rename(folder)
@@ -192,11 +193,6 @@ def _symbols(libraries: list[Path], which: str, kinds: str) -> list[str]:
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     symbols = [line.split()[-2:] for line in lines if line.strip() and not line.endswith(":")]
     return [name.partition("@")[0] for kind, name in symbols if kind in kinds]
-
-
-def _defined(libraries: list[Path]) -> set[str]:
-    """Return the functions that the libraries have, of what the device answers."""
-    return set(filter(CALLS.fullmatch, _symbols(libraries, "--defined-only", "TWi")))
 
 
 def _called(libraries: list[Path]) -> set[str]:

@@ -20,7 +20,7 @@ UNITS = {"memory": " MiB", "utilization": " %"}
 def main(arguments: list[str]) -> int:
     options = dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
     count = int(os.environ["EMULATED_DEVICE_COUNT"])
-    chosen = options.get("id") or _after(arguments, "-i")
+    chosen = options.get("id") or next((value for name, value in itertools.pairwise(arguments) if name == "-i"), None)
     devices = [int(number) for number in chosen.split(",") if number.isdigit()] if chosen else [*range(count)]
     devices = [device for device in devices if device < count]
     if not devices:
@@ -43,10 +43,6 @@ def main(arguments: list[str]) -> int:
     else:
         _print_overview(cards)
     return 0
-
-
-def _after(arguments: list[str], option: str) -> str | None:
-    return next((value for name, value in itertools.pairwise(arguments) if name == option), None)
 
 
 def _card(device: int) -> dict[str, str]:

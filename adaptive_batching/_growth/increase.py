@@ -149,7 +149,7 @@ def _meant(path: str) -> str:
     module, _, name = path.rpartition(".")
     names: list[str] = []
     with contextlib.suppress(ImportError, ValueError):
-        names = [each for each, value in vars(importlib.import_module(module)).items() if callable(value)]
+        names = [name for name, value in vars(importlib.import_module(module)).items() if callable(value)]
     if module in ("", "growth", "adaptive_batching"):
         module, names = _GROWTH, importlib.import_module(_GROWTH).__all__
     match = difflib.get_close_matches(name, names, n=1)

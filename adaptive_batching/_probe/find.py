@@ -112,7 +112,7 @@ class _Search:
             self.settled = settle_for_enough(curve, partial(_largest, times.enough, ranks), is_worth)
         if self.settled is None:
             search(curve)
-            while sizes.found is not None and not sizes.confirm():
+            while sizes.largest is not None and not sizes.confirm():
                 search(curve)
 
     def _share(self, trial: Trial) -> None:
@@ -314,9 +314,9 @@ def find_largest(
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
     search.run(candidates)
     sizes, traced, settled = search.sizes, search.traced, search.settled
-    if sizes is None or sizes.found is None:
+    if sizes is None or sizes.largest is None:
         raise DoesNotFitError(search.why_nothing_fits(remedy))
-    batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else request.upper_reason
+    batch_size, reason = sizes.largest, "memory" if sizes.largest != candidates[-1] else request.upper_reason
     predicted, moment, kinds = search.predicted(sizes), "", dict[str, int]()
     if traced is not None and traced.is_uniform:
         moment, kinds = traced.record_at(settled or batch_size).at_peak()

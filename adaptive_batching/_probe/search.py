@@ -277,10 +277,10 @@ def predict(curve: CorrectedCurve) -> None:
         guess = curve.goal()
         if guess <= sizes.low:
             # By the curve, this is the answer. Confirm it now, while it is the size that has just run.
-            if sizes.found is not None and not sizes.confirm():
+            if sizes.largest is not None and not sizes.confirm():
                 continue
             # Prove it by running the next candidate, unless that one certainly does not fit.
-            if (sizes.avoids_failures and sizes.found is not None) or curve.surely_exceeds(sizes.low + 1):
+            if (sizes.avoids_failures and sizes.largest is not None) or curve.surely_exceeds(sizes.low + 1):
                 return
             sizes.misses += curve.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:

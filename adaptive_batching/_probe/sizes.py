@@ -110,7 +110,8 @@ class SizesRun:
             return False
         measurement = self._run_once(size)
         if is_doubtful(measurement):
-            worse, measurement = sorted([measurement, self._run_once(size)], key=self._excess, reverse=True)
+            both = [measurement, self._run_once(size)]
+            worse, measurement = sorted(both, key=lambda one: (not one.fits, self.taken(one)), reverse=True)
             self.measurements.append(worse)
         self.measurements.append(measurement)
         if measurement.fits:
@@ -138,9 +139,6 @@ class SizesRun:
         if measurement.fits and measurement.retries:
             return self._as_training(size, measurement.steps)
         return measurement
-
-    def _excess(self, measurement: Measurement) -> tuple[bool, int]:
-        return not measurement.fits, self.taken(measurement)
 
     def taken(self, measurement: Measurement) -> int:
         """Return the bytes that a measurement took, or at least needed if it ran out of memory."""
@@ -219,7 +217,7 @@ class SizesRun:
         return self.high - self.low > 1
 
     @property
-    def found(self) -> int | None:
+    def largest(self) -> int | None:
         """Largest batch size that ran and fitted, or None if no candidate has."""
         largest = self.candidates[self.low] if self.low >= 0 else None
         assert largest is None or largest in self._peaks

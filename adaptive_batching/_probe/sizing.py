@@ -142,19 +142,19 @@ class Sizing:
         request = self.request
         return self._sizes(request.upper, request.upper_reason, self.settings.micro_batch_size)
 
-    def settle(self, found: int, bound: str) -> Sizes:
-        """Return the sizes of a run whose probe has ``found`` the largest size that fits, within ``bound``."""
-        settings, size, maximum = self.settings, self.settings.micro_batch_size, found
+    def settle(self, largest: int, bound: str) -> Sizes:
+        """Return the sizes of a run whose probe has found ``largest``, which ``bound`` keeps from being larger."""
+        settings, size, maximum = self.settings, self.settings.micro_batch_size, largest
         if isinstance(size, Fixed):
-            size = Fixed(min(size.samples, found))
-            maximum = found // size.samples * size.samples  # so that micro-batches come out even
+            size = Fixed(min(size.samples, largest))
+            maximum = largest // size.samples * size.samples  # so that micro-batches come out even
         elif self.bounds_forwards and settings.round_to_power_of_two:  # which the probe was not asked to do
-            maximum = 1 << (found.bit_length() - 1)
-            if maximum < found and bound == "memory":
-                bound = rounded_down(found)
+            maximum = 1 << (largest.bit_length() - 1)
+            if maximum < largest and bound == "memory":
+                bound = rounded_down(largest)
         if settings.grows and not self.bounds_batch:  # what does not fit at once is split
             maximum, bound = self.request.upper, self.request.upper_reason
-        return self._sizes(maximum, bound, size, found if self.bounds_forwards else None)
+        return self._sizes(maximum, bound, size, largest if self.bounds_forwards else None)
 
     def _sizes(self, maximum: int, reason: str, size: MicroBatchSize, fits: int | None = None) -> Sizes:
         settings, batch_size, maximum = self.settings, self.batch_size, maximum * self.equal_parts

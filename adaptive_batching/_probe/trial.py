@@ -74,7 +74,9 @@ class Trial:
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))
-            stack.enter_context(unchanged(self._step.model, self._stepped(), self._scratch, self._step.owners))
+            # Those that a trial steps, if only to make their states.
+            stepped = [one for one in self._step.optimizers if self._step.updates or not has_states(one)]
+            stack.enter_context(unchanged(self._step.model, stepped, self._scratch, self._step.owners))
             self._meter.release()
             with self._limited():
                 self._make_optimizer_states()
@@ -135,10 +137,6 @@ class Trial:
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
         return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries, freed_bytes=freed_bytes)
-
-    def _stepped(self) -> list[Optimizer]:
-        """Return the optimizers that a trial steps, if only to make their states."""
-        return [optimizer for optimizer in self._step.optimizers if self._step.updates or not has_states(optimizer)]
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
         try:

@@ -120,10 +120,11 @@ def _time(run: Run, of_steps: float) -> Fact:
     parts = {name: seconds for name, seconds in parts.items() if seconds}
     total = sum(parts.values())
     if len(begun) == 1 and ends:  # what passed before a run was resumed is not known
-        whole = (datetime.fromisoformat(ends[0]["time"]) - datetime.fromisoformat(begun[0]["time"])).total_seconds()
-        if (other := whole - total) > 0.5:
+        start, end = (datetime.fromisoformat(event["time"]) for event in (begun[0], ends[0]))
+        passed = (end - start).total_seconds()
+        if (other := passed - total) > 0.5:
             parts["else"] = other
-        total = max(whole, total)
+        total = max(passed, total)
     if not total:
         return Fact("Time", NOT_RECORDED)
     said = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items())

@@ -48,7 +48,7 @@ def recipes() -> tuple[Any, ...]:
         raise SystemExit(f"error: torchtune, which has the recipes and configs, {NOT_INSTALLED}")
     stock = Path(spec.origin).parent
     registry = runpy.run_path(str(stock / "_recipe_registry.py"))
-    folder, found = recipes_folder(), []
+    folder, listed = recipes_folder(), []
     ours = sorted((folder / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name != "quickstart", path))
     launched = {path: re.findall(LAUNCHED, path.read_text()) for path in ours}
     for recipe in sorted(registry["_ALL_RECIPES"], key=lambda recipe: str(recipe.name)):
@@ -61,10 +61,10 @@ def recipes() -> tuple[Any, ...]:
             ]
             for config in recipe.configs:
                 config.file_path = str(stock.parent / "recipes" / "configs" / config.file_path)
-            found.append(
+            listed.append(
                 registry["Recipe"](recipe.name, str(path), configs + recipe.configs, recipe.supports_distributed)
             )
-    return tuple(found)
+    return tuple(listed)
 
 
 def register() -> None:
@@ -110,9 +110,9 @@ def find_recipe(name: str, parser: argparse.ArgumentParser) -> Any:
 def recipe_of(name: str, path: Path) -> str | None:
     """Return the recipe that a config is for: the one that lists it, or else the first that its comments launch."""
     listed = [recipe.name for recipe in recipes() if name in [config.name for config in recipe.configs]]
-    known = {recipe.name for recipe in recipes()}
+    names = {recipe.name for recipe in recipes()}
     return next(
-        (each for each in [*listed, *re.findall(LAUNCHED, path.read_text(errors="replace"))] if each in known), None
+        (name for name in [*listed, *re.findall(LAUNCHED, path.read_text(errors="replace"))] if name in names), None
     )
 
 
@@ -142,10 +142,10 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
     Raises:
         ConfigError: If there is no such recipe or config, or if the recipe trains on another number of devices.
     """
-    name, known = Path(command[0]).stem, [recipe.name for recipe in recipes()]
-    if name not in known:
+    name, names = Path(command[0]).stem, [recipe.name for recipe in recipes()]
+    if name not in names:
         is_script = Path(command[0]).suffix == ".py" and Path(command[0]).is_file()
-        remedy = f"; to run a script, write -- python {command[0]}" if is_script else closest(name, known)
+        remedy = f"; to run a script, write -- python {command[0]}" if is_script else closest(name, names)
         raise ConfigError(f"{command[0]!r} is neither a program nor a recipe{remedy}")
     if "--config" not in command[:-1]:
         raise ConfigError(f"--config <name or path> is missing after {name}")
@@ -153,7 +153,7 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
     config, overrides = command[at + 1], [*command[1:at], *command[at + 2 :]]
     if config not in config_files() and not Path(config).is_file():
         raise ConfigError(f"there is no config {config!r}{closest(config, config_files())}")
-    if wrong := [each for each in overrides if "=" not in each and not each.startswith("~")]:
+    if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
         raise ConfigError(f"{wrong[0]!r} is not an override; write key=value")
     if name.endswith("single_device") and devices > 1:
         raise ConfigError(f"--devices {devices}: {name} trains on one device; name another recipe")

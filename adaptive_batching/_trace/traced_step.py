@@ -204,11 +204,11 @@ class StorageTracker:
 
     def note_need(self, storage: Any, stream: int = 0) -> None:
         """Note that a step needs a storage from here on which is alive before it: the first step makes it here."""
-        known = self._seen.get(storage._cdata)
-        if known is not None and known[1] < self._num_resting and known[1] not in self._made:
-            self._made[known[1]] = len(self._events)
+        seen = self._seen.get(storage._cdata)
+        if seen is not None and seen[1] < self._num_resting and seen[1] not in self._made:
+            self._made[seen[1]] = len(self._events)
             if stream:
-                self._streams[known[1]] = stream
+                self._streams[seen[1]] = stream
 
     def end_operation(self, moment: str, scratch: Scratch | None = None) -> None:
         """Note what is alive after an operation, and what it took while it ran."""
@@ -243,9 +243,9 @@ class StorageTracker:
 
     def _last_made_from(self, term: Any, result: Any) -> tuple[int | None, int]:
         """Return the numbers of both; None for ``term`` unless both are known and ``result`` was allocated last."""
-        known, made = self._seen.get(term._cdata), self._seen.get(result._cdata)
+        of_term, of_result = self._seen.get(term._cdata), self._seen.get(result._cdata)
         last = len(self._sizes) - 1
-        return None if known is None or made is None or made[1] != last else known[1], last
+        return None if of_term is None or of_result is None or of_result[1] != last else of_term[1], last
 
     def _watch(self, storage: Any, key: int, number: int) -> None:
         self._seen[key] = weakref.ref(storage, lambda _: self._free(key, number)), number

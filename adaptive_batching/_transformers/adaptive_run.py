@@ -24,9 +24,9 @@ from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, memory_budget
-from adaptive_batching._probe.found import Found, read_stored, taken_again
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import TRAINER, ProbeRequest, Sizes, Sizing, size_up
+from adaptive_batching._probe.stored_probe import StoredProbe, read_stored, taken_again
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
 from adaptive_batching._step.split import FORWARD_COST
@@ -52,7 +52,7 @@ FILE = "adaptive_batching.json"
 class Known:
     """What was found before: by this trainer, or by the run that is resumed."""
 
-    found: Found | None = None
+    stored: StoredProbe | None = None
     stays: bool = False  # it is to be trained with, although more might fit by now
     goes_on: bool = False  # it comes from a checkpoint, and training has not yet gone on
     checkpoint: str = ""
@@ -99,13 +99,13 @@ class AdaptiveRun:
     @property
     def probe(self) -> ProbeResult | None:
         """The largest forward, with every measurement; None if none was looked for, or before training."""
-        found = self._known.found
-        return None if self.schedule is None or found is None else found.result
+        stored = self._known.stored
+        return None if self.schedule is None or stored is None else stored.result
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest sample; None if they are unknown, or nothing was probed."""
-        return None if self._known.found is None or not self.is_text else self._known.found.tokens
+        return None if self._known.stored is None or not self.is_text else self._known.stored.tokens
 
     @property
     def is_text(self) -> bool:
@@ -120,8 +120,10 @@ class AdaptiveRun:
     @property
     def max_tokens(self) -> int | None:
         """Padded tokens that a forward holds at most with ``micro_batch_size="auto"``."""
-        found, sizing = self._known.found, self.sizing
-        return None if found is None or sizing is None or not sizing.bounds_forwards else found.samples * found.tokens
+        stored, sizing = self._known.stored, self.sizing
+        if stored is None or sizing is None or not sizing.bounds_forwards:
+            return None
+        return stored.samples * stored.tokens
 
     @property
     def batch_size(self) -> int:
@@ -170,12 +172,12 @@ class AdaptiveRun:
         if self.schedule is None:
             return f"{told}; what fits, and the plan, are found by find(), or when training begins"
         assert self.sizes is not None
-        found = [("maximum batch size", f"{self.sizes.maximum} ({self.sizes.reason})")]
+        lines = [("maximum batch size", f"{self.sizes.maximum} ({self.sizes.reason})")]
         if self.probe is not None:
-            found = lines_of_probe(self.probe, self.longest or 1, self.probed)
+            lines = lines_of_probe(self.probe, self.longest or 1, self.probed)
         epochs = self.planned()
         plan = [f"  {line}" for line in table_of_plan(epochs)]
-        return "\n".join([told, *named(found), f"the plan: {sum(each.steps for each in epochs)} steps", *plan])
+        return "\n".join([told, *named(lines), f"the plan: {sum(each.steps for each in epochs)} steps", *plan])
 
     @property
     def probed(self) -> str:
@@ -193,21 +195,21 @@ class AdaptiveRun:
         """Take what the run that is resumed has found, rather than to look for it again."""
         path = checkpoint / FILE
 
-        def read() -> tuple[Found | None, int]:
+        def read() -> tuple[StoredProbe | None, int]:
             values = json.loads(path.read_text())
-            found = None if values["found"] is None else Found.from_dict(values["found"])
-            return found, int(values["devices"])
+            stored = None if values["found"] is None else StoredProbe.from_dict(values["found"])
+            return stored, int(values["devices"])
 
-        stored = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
-        found, devices = stored or (None, None)
-        self._known = Known(found, stays=True, goes_on=True, checkpoint=str(checkpoint), devices=devices)
+        read_back = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
+        stored, devices = read_back or (None, None)
+        self._known = Known(stored, stays=True, goes_on=True, checkpoint=str(checkpoint), devices=devices)
 
     def check_place(self, step: int, epoch: float) -> None:
         """Raise ConfigError unless ``epoch`` epochs are over after ``step`` steps in this run, too."""
         assert self.schedule is not None
-        found, devices = self.schedule.epochs_after(step), self._trainer.args.world_size
+        epochs, devices = self.schedule.epochs_after(step), self._trainer.args.world_size
         resumed = f"resume_from_checkpoint={self._known.checkpoint!r}"
-        if not step or abs(epoch - found) <= 1e-6:
+        if not step or abs(epoch - epochs) <= 1e-6:
             return
         before = self._known.devices or devices
         if before != devices:
@@ -219,13 +221,13 @@ class AdaptiveRun:
             )
         raise ConfigError(
             f"{resumed}: {epoch:.3f} epochs were over after step {step}, and would be "
-            f"{found:.3f} with the batch sizes of this run; resume with the data, the devices, "
+            f"{epochs:.3f} with the batch sizes of this run; resume with the data, the devices, "
             f"per_device_train_batch_size and settings that it began with"
         )
 
     def save(self, checkpoint: Path) -> None:
-        found = None if self._known.found is None else self._known.found.to_dict()
-        (checkpoint / FILE).write_text(json.dumps({"devices": self._trainer.args.world_size, "found": found}))
+        stored = None if self._known.stored is None else self._known.stored.to_dict()
+        (checkpoint / FILE).write_text(json.dumps({"devices": self._trainer.args.world_size, "found": stored}))
 
     def prepare(self, loader: Any) -> None:
         """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
@@ -318,30 +320,30 @@ class AdaptiveRun:
         optimizer = scheduler.optimizer
         unwrapped = getattr(optimizer, "optimizer", optimizer)
 
-        def at(step: int, rate: Callable[[Any], float]) -> float:
+        def rate_at(step: int, rate: Callable[[Any], float]) -> float:
             growth = schedule.size_at(step) / schedule.reference_size
             scale = learning_rate_scale(rule, unwrapped, growth, self.settings.max_lr_scale)
             return rate(schedule.scheduled(step)) * scale
 
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        return LambdaLR(optimizer, [functools.partial(at, rate=rate) for rate in scheduler.lr_lambdas])
+        return LambdaLR(optimizer, [functools.partial(rate_at, rate=rate) for rate in scheduler.lr_lambdas])
 
-    def _find(self, request: ProbeRequest, data: TrainingData, step: StepInParts) -> Found:
+    def _find(self, request: ProbeRequest, data: TrainingData, step: StepInParts) -> StoredProbe:
         """Return the largest forward that fits: what was found before, where it still holds, or else of a probe."""
         trainer, settings, ranks, known = self._trainer, self.settings, self.ranks, self._known
         meter = memory_meter(trainer.args.device)
         # To go on, all lengths are not read again: with other data, check_place refuses.
-        of_checkpoint = known.found if known.goes_on else None
+        of_checkpoint = known.stored if known.goes_on else None
         tokens = of_checkpoint.tokens if of_checkpoint else data.extremes.tokens
         facts = {"samples": data.num_samples, "longest": tokens, "include": request.include}
         now = conditions_of(trainer, settings, request, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))
         source = f"the probe of {known.checkpoint}" if of_checkpoint else "this trainer's probe"
-        found = ranks.on_first(
-            lambda: taken_again(known.found, now, request.upper, available, stays=known.stays, source=source)
+        stored = ranks.on_first(
+            lambda: taken_again(known.stored, now, request.upper, available, stays=known.stays, source=source)
         )
-        if found is None:
+        if stored is None:
             start, cost = time.perf_counter(), None
             tokens, mean, *extremes = data.extremes
             if request.may_stop_early:
@@ -354,9 +356,9 @@ class AdaptiveRun:
                 is_known, most = ranks.all(samples is not None), ranks.largest(samples or 0.0)
                 cost = round(most * tokens) if is_known else None
             now = dataclasses.replace(now, run={**now.run, "longest": tokens})
-            found = Found(result, now, request.upper, tokens, cost)
-        self._known = dataclasses.replace(known, found=found, stays=False, goes_on=False)
-        return found
+            stored = StoredProbe(result, now, request.upper, tokens, cost)
+        self._known = dataclasses.replace(known, stored=stored, stays=False, goes_on=False)
+        return stored
 
     def _what_to_prepare_for(self) -> list[Any]:
         """Return what a run depends on, to compare; the model as a reference, which does not keep it alive."""

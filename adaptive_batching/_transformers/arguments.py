@@ -73,7 +73,8 @@ class AdaptiveArguments:
 
 def fields_set(arguments: AdaptiveArguments) -> dict[str, Any]:
     """Return the fields that are set, as a YAML has them."""
-    values = {each.name: _parsed(each.name, getattr(arguments, each.name)) for each in dataclasses.fields(arguments)}
+    names = [setting.name for setting in dataclasses.fields(arguments)]
+    values = {name: _parsed(name, getattr(arguments, name)) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter
-from adaptive_batching._probe.found import (
+from adaptive_batching._probe.sizing import ProbeRequest
+from adaptive_batching._probe.stored_probe import (
     Conditions,
     described,
     described_devices,
@@ -17,7 +18,6 @@ from adaptive_batching._probe.found import (
     settings_of_memory,
     versions_of,
 )
-from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._values import masked
 
 _VERSIONS = ("transformers", "accelerate", "peft", "trl", "bitsandbytes")

@@ -44,7 +44,7 @@ class EpochSchedule:
     @property
     def sizes(self) -> list[int]:
         """Batch size of each epoch."""
-        return [each.batch_size for each in self.decisions]
+        return [decision.batch_size for decision in self.decisions]
 
     @property
     def steps(self) -> list[int]:
@@ -97,11 +97,11 @@ class EpochSchedule:
         for epoch, (size, batches, steps) in enumerate(zip(self.sizes, self.batches, self.steps, strict=True)):
             first, last = max(start, after), min(start + steps, self.max_steps)
             if first < last:
-                window, whole = size * self.accumulated * devices, batches * size * devices
+                window, padded = size * self.accumulated * devices, batches * size * devices
                 # On several devices Accelerate repeats samples, so that the last batch is full on each.
-                of_epoch = whole if devices > 1 else min(whole, samples)
+                of_epoch = padded if devices > 1 else min(padded, samples)
                 seen = [min((at - start) * window, of_epoch) for at in (first, last)]
-                dropped = max(samples - whole, 0) if last == start + steps else 0
+                dropped = max(samples - padded, 0) if last == start + steps else 0
                 last_lr = None if rate is None else rate(last - 1)
                 epochs.append(PlannedEpoch(epoch, [size], [window], last - first, seen[1] - seen[0], dropped, last_lr))
             start += steps
@@ -122,16 +122,17 @@ def plan_epochs(
     """
     epochs = math.ceil(length.epochs)
     while True:
-        found = decide(epochs)
-        batches = [batches_of(each.batch_size) for each in found]
-        steps = [-(-each // accumulated) for each in batches]
+        decisions = decide(epochs)
+        batches = [batches_of(decision.batch_size) for decision in decisions]
+        steps = [-(-count // accumulated) for count in batches]
         if length.max_steps <= sum(steps):
             break
         epochs += math.ceil((length.max_steps - sum(steps)) / steps[-1])
-    whole = sum(steps[:-1])
+    full_epochs = sum(steps[:-1])
     part = math.ceil((length.epochs - len(steps) + 1) * steps[-1])
-    max_steps = length.max_steps if length.max_steps > 0 else whole + part
-    return EpochSchedule(found, batches, accumulated, max_steps, -(-batches_of(configured) // accumulated), configured)
+    max_steps = length.max_steps if length.max_steps > 0 else full_epochs + part
+    reference_steps = -(-batches_of(configured) // accumulated)
+    return EpochSchedule(decisions, batches, accumulated, max_steps, reference_steps, configured)
 
 
 def growing(

@@ -78,8 +78,8 @@ def length_function(
         if {*together, *longest} <= sample.keys():
 
             def length(sample: Sample, together: Any = together, longest: Any = longest) -> int:
-                found = sum(len(sample[key]) for key in together) + max([len(sample[key]) for key in longest] or [0])
-                return found if at_most is None or not longest else min(found, at_most)
+                tokens = sum(len(sample[key]) for key in together) + max([len(sample[key]) for key in longest] or [0])
+                return tokens if at_most is None or not longest else min(tokens, at_most)
 
             return length
     return None
@@ -99,7 +99,8 @@ class PairLength:
     """
 
     def __init__(self, data: Any, sample: Callable[[int], Sample]) -> None:
-        sizes = [(len(each["input_ids"]), len(each["labels"])) for each in map(data.__getitem__, range(len(data)))]
+        samples = map(data.__getitem__, range(len(data)))
+        sizes = [(len(sample["input_ids"]), len(sample["labels"])) for sample in samples]
         sources, targets = zip(*sizes, strict=True)
         self._most: tuple[int, int] = (max(sources), max(targets))
         source, target = sample(sources.index(self._most[0])), sample(targets.index(self._most[1]))
@@ -141,9 +142,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _copy_of(original: Any, **attributes: Any) -> Any:
     """Return a shallow copy with other attributes; ``copy.copy`` fails on the loaders of Accelerate."""
-    made = object.__new__(type(original))
-    vars(made).update({**vars(original), **attributes})
-    return made
+    copy = object.__new__(type(original))
+    vars(copy).update({**vars(original), **attributes})
+    return copy
 
 
 @contextlib.contextmanager
@@ -155,11 +156,11 @@ def reading(data: Any, device: torch.device) -> Iterator[None]:
     kinds: tuple[type, ...] = (random.Random,)
     if numpy_random := sys.modules.get("numpy.random"):
         kinds += numpy_random.RandomState, numpy_random.BitGenerator
-    generators = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    generators = [value for value in gc.get_objects() if issubclass(type(value), kinds)]
     while data is not None:  # and what it is a subset of
-        generators += [each for each in getattr(data, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+        generators += [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, torch.Generator)]
         data = getattr(data, "dataset", None)
-    holders = [holder for each in generators if (holder := holder_of(each)) is not None]
+    holders = [holder for generator in generators if (holder := holder_of(generator)) is not None]
     states = [holder.get() for holder in holders]
     try:
         with unchanged_random_state(device):

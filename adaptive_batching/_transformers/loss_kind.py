@@ -117,10 +117,10 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
         if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
             tried.check_that_ranks_are_alone(name, ranks)
         kind, losses = tried.kind()
-        (_, (whole, _)), *_ = losses.runs
-        if not math.isfinite(whole):
+        (_, (total, _)), *_ = losses.runs
+        if not math.isfinite(total):
             raise ConfigError(
-                f"the loss of {name} is not finite before training ({whole}), on samples that have targets; look at "
+                f"the loss of {name} is not finite before training ({total}), on samples that have targets; look at "
                 "the weights that it begins with"
             )
         module = tried.batch_norm
@@ -215,7 +215,7 @@ class _Trials:
         samples = [sample for group in self._groups for sample in group]
         first, one, other = samples[-1], samples[0], samples[min(1, len(samples) - 1)]
         batches = [
-            trainer._prepare_inputs(collated([first, each, each], trainer.data_collator)) for each in (one, other)
+            trainer._prepare_inputs(collated([first, sample, sample], trainer.data_collator)) for sample in (one, other)
         ]
 
         def run(batch: Any) -> None:
@@ -275,27 +275,27 @@ class _Trials:
 
     def _unlike_groups(self, samples: Sequence[Sample], most: int) -> list[list[Sample]]:
         """Return groups of short samples with targets, unlike in length, number of targets and labels if possible."""
-        trainer, known = self._trainer, []
+        trainer, groups_seen = self._trainer, []
         for sample in samples:
             batch = collated([sample], trainer.data_collator)
             tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
             numbers = tuple(float(kind.count(batch, 1)) for kind in self._kinds)
             labels = tensors.get(self._kinds[0].key, torch.empty(0))
             told = str(labels.tolist()) if labels.numel() <= _FEW else ""
-            known.append((sum(value.numel() for value in tensors.values()), numbers, told, sample))
-        with_targets = [each for each in known if each[1][0] > 0]
+            groups_seen.append((sum(value.numel() for value in tensors.values()), numbers, told, sample))
+        with_targets = [seen for seen in groups_seen if seen[1][0] > 0]
         if not with_targets:
             raise ConfigError(
                 f"no sample of train_dataset of {len(samples)} has targets: all of its labels are {IGNORED}, and there "
                 "is nothing to learn from; look at what makes the labels: a prompt may be cut off before its answer"
             )
-        if len({each[1] for each in with_targets}) == 1 < len(with_targets):
+        if len({seen[1] for seen in with_targets}) == 1 < len(with_targets):
             log.info(
                 "%d samples of train_dataset have the same number of targets, so that a mean over these looks like one "
                 "over samples; the loss is looked at again while it trains", len(with_targets),
             )  # fmt: skip
-        by_size = sorted(with_targets, key=lambda each: each[0])
-        return [[each[3] for each in group] for group in in_groups(by_size, lambda each: each[:3], most=most)]
+        by_size = sorted(with_targets, key=lambda seen: seen[0])
+        return [[seen[3] for seen in group] for group in in_groups(by_size, lambda seen: seen[:3], most=most)]
 
 
 def _adds_means_up(trainer: Any) -> bool:
@@ -309,7 +309,7 @@ def _gives_number(trainer: Any) -> bool:
 
 
 def _something_else(value: Any, *args: Any, **kwargs: Any) -> Any:
-    def changed(each: Any) -> Any:
-        return each * 2 + 1 if isinstance(each, torch.Tensor) and each.dtype != torch.bool else each
+    def changed(value: Any) -> Any:
+        return value * 2 + 1 if isinstance(value, torch.Tensor) and value.dtype != torch.bool else value
 
     return tree_map(changed, value)

@@ -65,8 +65,8 @@ class Recording(TrainerCallback):
         """Record the training inside, and an error that ends it; on exit the page is made."""
         settings, ranks, args = self._run.settings, self._run.ranks, self._trainer.args
         folder = Path(settings.report_dir) if settings.report_dir else Path(args.output_dir) / FOLDER
-        known = _about(self._trainer, self._run)
-        report = Report(folder, resume=resumed, rank=ranks.rank, ranks=ranks.size, about=known)
+        facts = _about(self._trainer, self._run)
+        report = Report(folder, resume=resumed, rank=ranks.rank, ranks=ranks.size, about=facts)
         self.report = report
         self._untold.clear()
         self._since_log = _NOTHING
@@ -88,12 +88,12 @@ class Recording(TrainerCallback):
         """Return what the logs get: sizes, recoveries so far, and the speed of this device since the last call."""
         run, cost = self._run, self._since_log
         self._since_log = _NOTHING
-        found: dict[str, float] = {"oom_retries": run.num_recoveries, "batch_size": run.batch_size}
-        found["global_batch_size"] = run.global_batch_size
+        values: dict[str, float] = {"oom_retries": run.num_recoveries, "batch_size": run.batch_size}
+        values["global_batch_size"] = run.global_batch_size
         if cost.tokens and cost.padded_tokens:
-            found["padding"] = cost.padded_tokens / cost.tokens
-            found["tokens_per_second_per_device"] = cost.tokens / cost.seconds
-        return found
+            values["padding"] = cost.padded_tokens / cost.tokens
+            values["tokens_per_second_per_device"] = cost.tokens / cost.seconds
+        return values
 
     def tell(self, *, waits: bool = False) -> None:
         """Write down what has happened, up to the first loss that is not there yet unless ``waits``."""
@@ -127,7 +127,7 @@ class Recording(TrainerCallback):
         assert run.schedule is not None
         self._epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         if not self._resumes_epoch:
-            [expected] = [each for each in run.planned() if each.epoch == self._epoch]
+            [expected] = [epoch for epoch in run.planned() if epoch.epoch == self._epoch]
             counts = {name: getattr(expected, name) for name in ("steps", "samples", "dropped_samples")}
             values = {**self._sizes(), **counts, "reason": run.schedule.decisions[self._epoch].reason}
             self._soon(partial(report.epoch, epoch=self._epoch, step=state.global_step, **values))
@@ -213,7 +213,7 @@ def _about(trainer: Any, run: AdaptiveRun) -> dict[str, Any]:
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     loaded_from = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     packages = ["torch", "transformers"]  # and those that the trainer's classes are from
-    packages += [each.__module__.partition(".")[0] for each in reversed(type(trainer).__mro__)]
+    packages += [class_.__module__.partition(".")[0] for class_ in reversed(type(trainer).__mro__)]
     return about(
         type(trainer).__name__,
         loaded_from.rstrip("/").rpartition("/")[2] or type(model).__name__,

@@ -53,7 +53,7 @@ def check_trainer(trainer: Any) -> None:
             "output_router_logits=True adds a loss that balances experts over a batch, to which its parts do not add "
             "up; set it to False in the model's config, or train without adaptive"
         )
-    if any(each in optimizer for each in _STEPS_IN_BACKWARD):
+    if any(name in optimizer for name in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
     _check_placement(trainer.model)
     _check_methods(trainer)
@@ -74,7 +74,7 @@ def _check_placement(model: Any) -> None:
 def _check_methods(trainer: Any) -> None:
     """Raise ConfigError if a trainer's loss or loop is known to be of a batch as a whole."""
     args, name = trainer.args, type(trainer).__name__
-    names = {each.__name__ for each in type(trainer).__mro__}
+    names = {class_.__name__ for class_ in type(trainer).__mro__}
     generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs or bool(names & _GENERATING)
     if "GKDTrainer" in names:
         generates = args.lmbda > 0 or args.seq_kd
@@ -87,18 +87,18 @@ def _check_methods(trainer: Any) -> None:
         )
     given = getattr(args, "loss_type", None) or []
     losses = [given] if isinstance(given, str) else given
-    found, instead = [each for each in losses if each in _OVER_BATCH], "'sigmoid'"
+    refused, instead = [loss for loss in losses if loss in _OVER_BATCH], "'sigmoid'"
     if "KTOTrainer" in names and "apo_zero_unpaired" not in losses:
-        found, instead = losses, "'apo_zero_unpaired'"
+        refused, instead = losses, "'apo_zero_unpaired'"
     if "BCOTrainer" in names:
-        found, instead = ["bco"], "'bco_pair' of DPOTrainer"
-    if found:
+        refused, instead = ["bco"], "'bco_pair' of DPOTrainer"
+    if refused:
         raise ConfigError(
-            f"loss_type={found[0]!r} of {name} compares samples of a batch with each other, so its parts do not add up "
-            f"to it; take another, such as {instead}, or train without adaptive"
+            f"loss_type={refused[0]!r} of {name} compares samples of a batch with each other, so its parts do not add "
+            f"up to it; take another, such as {instead}, or train without adaptive"
         )
     for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
-        packages = [each.__module__.partition(".")[0] for each in type(trainer).__mro__ if method in vars(each)]
+        packages = [class_.__module__.partition(".")[0] for class_ in type(trainer).__mro__ if method in vars(class_)]
         packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
         if not {"transformers", "adaptive_batching"}.issuperset(packages):
             raise ConfigError(
@@ -158,8 +158,8 @@ def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -
     name = f"get_train_dataloader of {type(trainer).__name__}"
     outermost = getattr(loader, "batch_sampler", None)
     samplers = [outermost, getattr(outermost, "batch_sampler", None)]
-    found = [each for each in samplers if isinstance(each, BatchSampler)]
-    if not found or isinstance(loader.dataset, IterableDataset):
+    batch_samplers = [sampler for sampler in samplers if isinstance(sampler, BatchSampler)]
+    if not batch_samplers or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"{name} returns a {type(loader).__name__} without a batch sampler of torch, and cannot be split; "
             f"return a torch.utils.data.DataLoader with batch_size and data_collator, or leave it to Trainer"
@@ -177,18 +177,18 @@ def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -
             f"by which samples are collated in parts; give it to the trainer as data_collator, and write "
             f"DataLoader(..., collate_fn=self.data_collator)"
         )
-    size = getattr(found[-1], "batch_size", batch_size)
+    size = getattr(batch_samplers[-1], "batch_size", batch_size)
     if size not in (batch_size, trainer._train_batch_size):
         raise ConfigError(
             f"{name} makes batches of {size} samples, and per_device_train_batch_size={batch_size}; write "
             f"DataLoader(..., batch_size=self._train_batch_size)"
         )
-    if resizes and not _can_be_resized(found[-1]):
+    if resizes and not _can_be_resized(batch_samplers[-1]):
         raise ConfigError(
-            f"{name} uses a {type(found[-1]).__name__}, which keeps the sizes of its batches; take torch's "
+            f"{name} uses a {type(batch_samplers[-1]).__name__}, which keeps the sizes of its batches; take torch's "
             f"BatchSampler, or set only micro_batch_size, which splits them"
         )
-    return found
+    return batch_samplers
 
 
 def _can_be_resized(sampler: Any) -> bool:

@@ -119,9 +119,9 @@ class AdaptiveTraining:
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the epoch to go on in, and its batches that are over; ``Trainer`` takes epochs to be equally long."""
-        found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        epochs_and_steps = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         if self.adaptive is None:
-            return cast("tuple[int, int]", found)
+            return cast("tuple[int, int]", epochs_and_steps)
         schedule, step = self.adaptive.schedule, self.state.global_step
         assert schedule is not None
         self.adaptive.check_place(step, self.state.epoch)

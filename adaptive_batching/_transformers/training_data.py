@@ -102,14 +102,14 @@ class TrainingData:
         data, length, collator = self.loader.dataset, self.length, self._trainer.data_collator
         if length is None:
             some = [self._sample(index) for index in range(min(len(data), _TO_MEASURE))]
-            by_size = sorted(some, key=lambda each: count_numbers(collated([each], collator)))
+            by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], collator)))
             return Extremes(1, 1.0, by_size[-1], by_size[0])
         by_length = [(length(data[index]), index) for index in range(len(data))]
         (tokens, longest), (_, shortest) = max(by_length, key=operator.itemgetter(0)), min(by_length)
-        found = Extremes(
+        extremes = Extremes(
             tokens, sum(tokens for tokens, _ in by_length) / len(by_length), self._sample(longest),
             self._sample(shortest),
         )  # fmt: skip
         if isinstance(length, PairLength):
-            found = found._replace(tokens=length(length.longest), longest=length.longest)
-        return found
+            extremes = extremes._replace(tokens=length(length.longest), longest=length.longest)
+        return extremes

@@ -17,7 +17,7 @@ from torchtune import config
 
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.found import Found
+from adaptive_batching._probe.stored_probe import StoredProbe
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.probing import Probe
 from adaptive_batching._torchtune.train.training_step import training_step
@@ -45,7 +45,7 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
     CpuMeter().release()
     state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
     limit_growth(extra_mib)
-    found: Found = find(probe)
+    found: StoredProbe = find(probe)
     result = found.result
     after = _status("RssAnon")
     states = [state for optimizer in host.optimizers for state in optimizer.state.values()]

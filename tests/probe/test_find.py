@@ -41,7 +41,7 @@ class Traced:
         self.curve = self
         self.resting_bytes = device.allocator.allocated
 
-    def at(self, batch_size: int) -> Recorded:
+    def record_at(self, batch_size: int) -> Recorded:
         return self._device.recorded(batch_size * self._device.length)
 
     def peak_bytes(self, batch_size: int) -> int:

@@ -47,7 +47,7 @@ class Device:
         vars(sizes).update(options)
         curve = CorrectedCurve(sizes, predict)
         SEARCHES[name](curve)
-        while again and sizes.found is not None and not sizes.confirm():
+        while again and sizes.largest is not None and not sizes.confirm():
             SEARCHES[name](curve)
         return sizes
 
@@ -91,12 +91,12 @@ def test_every_search_ends_and_returns_the_best_size_that_it_proved(
     twice = [size for size, times in Counter(device.runs).items() if times > 1]
     assert len(device.runs) <= len(set(device.runs)) + len(twice) and len(twice) <= 2, "once more, where in doubt"
     if noise == 0 and prediction in ("none", "exact"):
-        assert not twice or (twice == [1] and sizes.found is None and prediction == "none")
+        assert not twice or (twice == [1] and sizes.largest is None and prediction == "none")
     assert set(device.runs) <= set(candidates)
     fitted = [m.batch_size for m in sizes.measurements if m.fits]
-    assert sizes.found == max(fitted, default=None), "the largest size that ran and fitted"
+    assert sizes.largest == max(fitted, default=None), "the largest size that ran and fitted"
     if noise == 0 and not (name == "power_of_two" and not powers):
-        assert sizes.found == largest_fit(device, candidates)
+        assert sizes.largest == largest_fit(device, candidates)
 
 
 @settings(max_examples=200, deadline=None)
@@ -113,7 +113,7 @@ def test_one_step_that_takes_far_more_than_the_curve_says_costs_no_more_than_noi
     device = Device(peak, budget, disturbed=lambda run: more * budget if run == number else 0.0)
     sizes = device.search("predict", candidates, lambda b: peak(b) + error * budget, again=True)
     surely = [b for b in candidates if peak(b) <= (1 - 2 * NOISE) * budget]
-    assert (sizes.found or 0) >= max(surely, default=0)
+    assert (sizes.largest or 0) >= max(surely, default=0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,10 +146,10 @@ def test_a_size_that_has_fitted_is_not_discarded_because_another_has_failed(
     sizes.trusts_prediction = False  # so that every answer runs again
     curve = CorrectedCurve(sizes, peak if name == "predict" else None)
     SEARCHES[name](curve)
-    while sizes.found is not None and not sizes.confirm():
+    while sizes.largest is not None and not sizes.confirm():
         SEARCHES[name](curve)
     by_far = [b for b in fitted if peak(b) < (1 - NOISE) * device.budget and (b != largest or not repeat_fails)]
-    assert (sizes.found or 0) >= max(by_far, default=0)
+    assert (sizes.largest or 0) >= max(by_far, default=0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -171,11 +171,11 @@ def test_where_failures_are_to_be_avoided_what_is_known_to_be_too_large_does_not
     sizes = device.search(name, candidates, predict, avoids_failures=True, trusts_prediction=trusts)
     largest = largest_fit(device, candidates)
     if trusts and prediction != "shifted" and not (name == "power_of_two" and not powers):
-        assert sizes.found == largest
-    assert (sizes.found or 0) <= (largest or 0)
+        assert sizes.largest == largest
+    assert (sizes.largest or 0) <= (largest or 0)
     failed = [m.batch_size for m in sizes.measurements if not m.fits]
     if prediction == "exact" and name == "predict":
-        assert not failed or sizes.found is None
+        assert not failed or sizes.largest is None
     fitted = sorted(m.batch_size for m in sizes.measurements if m.fits)
     for size in failed:  # nothing showed that it would fail
         known = [b for b in fitted if device.runs.index(b) < device.runs.index(size)][-2:]
@@ -193,7 +193,7 @@ def test_a_step_that_takes_more_than_any_trace_sees_fails_nowhere_and_takes_four
     options = dict(avoids_failures=True, trusts_prediction=False)
     sizes = device.search("predict", range(1, 2000), lambda b: 900 + 37.0 * b, again=True, **options)
     largest = largest_fit(device, range(1, 2000))
-    assert largest is not None and sizes.found is not None and 0.75 * largest <= sizes.found <= largest
+    assert largest is not None and sizes.largest is not None and 0.75 * largest <= sizes.largest <= largest
     assert all(m.fits for m in sizes.measurements)
     assert len(device.runs) <= 4
 
@@ -210,8 +210,8 @@ def test_an_exact_curve_takes_three_steps_and_one_out_of_memory(
     sizes = device.search("predict", candidate_sizes(upper, powers_of_two=False), peak)
     failed = sum(not m.fits for m in sizes.measurements)
     # An offset that calibration has not seen yet can cost one wrong guess, where a batch of 2 does not fit.
-    assert len(device.runs) <= 3 or (sizes.found or 0) <= 2
-    assert failed <= 1 or (sizes.found or 0) <= 2
+    assert len(device.runs) <= 3 or (sizes.largest or 0) <= 2
+    assert failed <= 1 or (sizes.largest or 0) <= 2
 
 
 @pytest.mark.parametrize(
@@ -234,15 +234,16 @@ def test_an_answer_runs_twice_unless_it_leaves_room_and_freed_memory_goes_back_a
 def test_no_bound_is_returned_untested_and_no_margin_shrinks_a_small_answer(name: str) -> None:
     """Lightning and others double to the bound and return it, or go past the data set's size."""
     device = Device(lambda b: b, budget=10**6)
-    found = device.search(name, candidate_sizes(48, powers_of_two=False)).found
+    found = device.search(name, candidate_sizes(48, powers_of_two=False)).largest
     assert found == max(device.runs) == (32 if name == "power_of_two" else 48)
     for maximum in (1, 2, 3):
-        found = Device(lambda b: 100 * b, budget=100 * maximum).search(name, range(1, 1001), lambda b: 100.0 * b).found
+        device = Device(lambda b: 100 * b, budget=100 * maximum)
+        found = device.search(name, range(1, 1001), lambda b: 100.0 * b).largest
         assert found == (2 if name == "power_of_two" and maximum == 3 else maximum)
     for predict in (None, lambda b: 1.0):
-        assert Device(lambda b: 1000 * b, budget=999).search(name, range(1, 101), predict).found is None
+        assert Device(lambda b: 1000 * b, budget=999).search(name, range(1, 101), predict).largest is None
     slope = Device(lambda b: 1000 + 10 * b, budget=5000)
-    assert name != "predict" or (slope.search(name, range(1, 100_001)).found == 400 and len(slope.runs) <= 8)
+    assert name != "predict" or (slope.search(name, range(1, 100_001)).largest == 400 and len(slope.runs) <= 8)
 
 
 @given(st.integers(1, 10_000))
@@ -281,9 +282,9 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
         return
     SEARCHES["predict"](CorrectedCurve(sizes, predict))
     reachable = sizes.candidates if wanted is not None and len(device.runs) >= min(2, upper) else candidates
-    assert sizes.found == largest_fit(device, reachable)
-    if sizes.found is not None and wanted is not None:
-        assert sizes.found <= max(2, 1.2 * wanted + 1)
+    assert sizes.largest == largest_fit(device, reachable)
+    if sizes.largest is not None and wanted is not None:
+        assert sizes.largest <= max(2, 1.2 * wanted + 1)
 
 
 @settings(max_examples=300, deadline=None)
@@ -364,9 +365,9 @@ class Straining:
 def test_steps_that_repeat_correct_the_curve_where_only_they_strain_the_allocator() -> None:
     """Where each answer that failed was forgotten, the first took a size for each from 158 down to 132."""
     sizes = Straining(beyond=132).search()
-    assert sizes.found == 131 and len(sizes.measurements) <= 12
+    assert sizes.largest == 131 and len(sizes.measurements) <= 12
     # Blocks that are kept take 3 more for each sample, as the allocator shows by what it gives back.
     known = Straining(beyond=127, freed=lambda size: 100 + 15 * size - 2000, per_sample=15).search()
     unknown = Straining(beyond=127, per_sample=15).search()
-    assert known.found == unknown.found == 126
+    assert known.largest == unknown.largest == 126
     assert len(known.measurements) < len(unknown.measurements) and len(known.measurements) <= 4

@@ -86,7 +86,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return alike(torch.randint(50, (BATCH, LENGTH)), torch.randint(50, (BATCH, LENGTH)))
 
 
-def found_in(*layers: nn.Module) -> str | None:
+def stored_probe_in(*layers: nn.Module) -> str | None:
     model = nn.Sequential(*layers)
     return find_batch_dependent_module(model, model, *vectors())
 
@@ -157,7 +157,7 @@ def test_a_module_that_treats_each_sample_by_itself_is_not_named(layer: nn.Modul
     ],
 )
 def test_a_module_that_computes_over_the_batch_is_named(function: Callable[[Tensor], Any]) -> None:
-    assert found_in(nn.Linear(WIDTH, WIDTH), Apply(function)) == "1 (Apply)"
+    assert stored_probe_in(nn.Linear(WIDTH, WIDTH), Apply(function)) == "1 (Apply)"
 
 
 LINEAR = nn.Linear(WIDTH, WIDTH)
@@ -210,7 +210,7 @@ IN_OTHERS: dict[str, tuple[list[nn.Module], str | None]] = {
 @pytest.mark.parametrize("where", IN_OTHERS)
 def test_the_module_that_computes_over_the_batch_is_named(where: str) -> None:
     layers, expected = IN_OTHERS[where]
-    assert found_in(*layers) == expected
+    assert stored_probe_in(*layers) == expected
     model = Around(lambda self, x: self.before(x) - x.mean(0), before=nn.Linear(WIDTH, WIDTH))
     assert find_batch_dependent_module(model, model, *vectors()) == "model (Around)"
 
@@ -226,8 +226,10 @@ def test_a_batch_normalisation_is_named_although_these_batches_do_not_reach_it(n
 
 
 def test_a_batch_normalisation_in_evaluation_mode_is_named_only_if_it_has_no_running_statistics() -> None:
-    assert found_in(per_channel(nn.BatchNorm1d(WIDTH)).eval()) is None
-    assert found_in(per_channel(nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()) == "0.norm (BatchNorm1d)"
+    assert stored_probe_in(per_channel(nn.BatchNorm1d(WIDTH)).eval()) is None
+    assert (
+        stored_probe_in(per_channel(nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()) == "0.norm (BatchNorm1d)"
+    )
 
 
 def prepared(how: str, mlp_norm: nn.Module | None = None) -> Any:
@@ -306,9 +308,9 @@ def rounding(epsilon: float) -> nn.Module:
 
 def test_rounding_is_no_dependence_even_where_it_sends_a_token_to_another_expert() -> None:
     route = Apply(lambda x: x * (1 + 0.5 * (x.mean(-1, keepdim=True) > 0)))
-    assert found_in(*[nn.Sequential(rounding(2**-8), route) for _ in range(4)]) is None  # as in bfloat16
-    assert found_in(rounding(2**-24), MinusMean()) == "1 (MinusMean)"
-    assert found_in(rounding(2**-8), MinusMean()) == "model (Sequential)"  # found, if not where
+    assert stored_probe_in(*[nn.Sequential(rounding(2**-8), route) for _ in range(4)]) is None  # as in bfloat16
+    assert stored_probe_in(rounding(2**-24), MinusMean()) == "1 (MinusMean)"
+    assert stored_probe_in(rounding(2**-8), MinusMean()) == "model (Sequential)"  # found, if not where
 
 
 class Remembers(nn.Module):

@@ -296,10 +296,10 @@ def run(kind: Kind, inputs: Path, output_dir: Path) -> dict[str, Any]:
             if end.code and not (ends_at and "the power went out" in str(end.code)):
                 raise
     assert not plan["fails_at"] or int(os.environ.get("RANK", 0)), "memory did not run out"
-    return found_in(output_dir)
+    return stored_probe_in(output_dir)
 
 
-def found_in(output_dir: Path) -> dict[str, Any]:
+def stored_probe_in(output_dir: Path) -> dict[str, Any]:
     """Return the metrics of every step without timings, and a sum for each saved weight."""
     from safetensors.torch import load_file
 

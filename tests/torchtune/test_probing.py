@@ -9,8 +9,8 @@ import pytest
 import torchtune
 from omegaconf import OmegaConf
 
-from adaptive_batching._probe.found import settings_of_memory
 from adaptive_batching._probe.sizing import size_up
+from adaptive_batching._probe.stored_probe import settings_of_memory
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.train.probing import CacheInputs
 from adaptive_batching._torchtune.train.settings import read_settings

@@ -72,8 +72,8 @@ def test_what_is_found_before_training_is_what_it_trains_with_and_leaves_no_trac
     assert not adds_noise(ours) and ours.optimizer is None and not ours.is_in_train
     assert [*tmp_path.glob("ours/**/*")] == []
     told = str(found).splitlines()
-    if ours.adaptive._known.found is not None:
-        trainers.without_probe(whole, ours.adaptive._known.found)
+    if ours.adaptive._known.stored is not None:
+        trainers.without_probe(whole, ours.adaptive._known.stored)
     for trainer in (whole, ours):
         transformers.set_seed(1)
         trainer.evaluate()

@@ -34,7 +34,7 @@ def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> No
     assert probed.adaptive.max_tokens == 24 * found.batch_size
     assert torch.Size([found.batch_size, 24]) in watched.forwards
     given = make_trainer(tmp_path / "b", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
-    trainers.without_probe(given, probed.adaptive._known.found)
+    trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()
     assert logged(probed) == logged(given)
     assert all(torch.equal(value, weights(given)[name]) for name, value in weights(probed).items())

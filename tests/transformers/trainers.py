@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from adaptive_batching._probe.found import Conditions, Found
 from adaptive_batching._probe.sizes import Measurement, ProbeResult
+from adaptive_batching._probe.stored_probe import Conditions, StoredProbe
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 VOCABULARY = 96
@@ -104,15 +104,15 @@ def make_trainer(
     return made(model or make_llama(), args, train_dataset=data, data_collator=collator, **given)
 
 
-def without_probe(trainer: Any, found: Found | int) -> Any:
+def without_probe(trainer: Any, found: StoredProbe | int) -> Any:
     """Have a trainer take what another has ``found``, or a number of tokens for a forward, and return it."""
     if isinstance(found, int):
         probed = ProbeResult(1, "memory", 1, 1, "predict", 0.0, [Measurement(1, True, 1)], enough=found)
-        found = Found(probed, Conditions({}, {}, {}, {}, {}), upper=found)
+        found = StoredProbe(probed, Conditions({}, {}, {}, {}, {}), upper=found)
     run, known = trainer.adaptive, found
 
-    def find(*args: Any, **kwargs: Any) -> Found:
-        run._known = replace(run._known, found=known)
+    def find(*args: Any, **kwargs: Any) -> StoredProbe:
+        run._known = replace(run._known, stored=known)
         return known
 
     run._find = find

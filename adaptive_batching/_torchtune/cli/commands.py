@@ -109,7 +109,7 @@ class _Run(Run):
             )
         flags = args.flags or []
         # torchtune takes what stands before the recipe for torchrun's
-        sys.argv = [self._parser.prog, *(each for each in sys.argv[1:] if each not in flags)]
+        sys.argv = [self._parser.prog, *(argument for argument in sys.argv[1:] if argument not in flags)]
         args.recipe_args += [*flags, *self.added]
         sys.argv += [*flags, *self.added]
         if VERBOSE in flags:
@@ -180,7 +180,7 @@ def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> 
 
 def _known_keys(recipe: str) -> set[str]:
     """Return the top-level keys of all configs that are listed with a recipe."""
-    [names] = [[config.name for config in each.configs] for each in recipes() if each.name == recipe]
+    [names] = [[config.name for config in listed.configs] for listed in recipes() if listed.name == recipe]
     return {str(key) for name in names for key in OmegaConf.load(config_files()[name])}
 
 

@@ -113,7 +113,7 @@ def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: 
 
 def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int) -> None:
     """Have a config train on samples of one length, and write to ``folder``."""
-    packed = [bool(each.get("packed", False)) for each in (cfg.dataset,) if isinstance(each, DictConfig)]
+    packed = [bool(dataset.get("packed", False)) for dataset in (cfg.dataset,) if isinstance(dataset, DictConfig)]
     image = stand_ins.image_of(_on_paper(cfg.model)) if "model" in cfg else None
     data = {
         "_component_": f"{_HERE}.make_data", "length": length, "samples": samples,
@@ -136,14 +136,14 @@ def load_zeros(cfg: DictConfig, folder: Path) -> None:
     for key, models in _LOADED.items():
         if key not in cfg:
             continue
-        model = next(each for each in models if each in cfg)
+        model = next(key for key in models if key in cfg)
         at = folder / model
         if not (at / _FILE).exists():
-            made = _on_paper(cfg[model])
+            module = _on_paper(cfg[model])
             with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor):  # where quantized ones are moved to
-                states = made.state_dict()
+                states = module.state_dict()
             adapters = get_adapter_state_dict(states, device="meta")
-            write_zeros(at / _FILE, {name: each.shape for name, each in states.items() if name not in adapters})
+            write_zeros(at / _FILE, {name: value.shape for name, value in states.items() if name not in adapters})
         cfg[key] = {
             "_component_": f"{_HERE}.Checkpointer", "checkpoint_dir": str(at),
             "checkpoint_files": [_FILE], "recipe_checkpoint": None, "output_dir": cfg.output_dir,

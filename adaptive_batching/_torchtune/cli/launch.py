@@ -166,9 +166,9 @@ def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None
         check_kinds(cfg)
         check_components(cfg)
         read_evaluation(cfg, warns=False)
-        made = _set_up(recipe_class, cfg, flags)
+        recipe = _set_up(recipe_class, cfg, flags)
     with mistakes_in_one_line(*_IN_EVALUATION):
-        made.evaluate()
+        recipe.evaluate()
 
 
 def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
@@ -178,12 +178,12 @@ def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
         _check_device(cfg)
         _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
         recipe_class.prepare(cfg)
-        made = _set_up(recipe_class, cfg, flags)
+        recipe = _set_up(recipe_class, cfg, flags)
     with mistakes_in_one_line(*_IN_TRAINING):
         if ONLY_PROBES not in flags:
-            made.train()
-        made.ranks.leave()
-        made.cleanup()
+            recipe.train()
+        recipe.ranks.leave()
+        recipe.cleanup()
 
 
 def check_settings(cfg: DictConfig, name: str | None) -> None:
@@ -221,10 +221,10 @@ def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
     if VERBOSE in flags:
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     with refused_in_one_line():
-        made = recipe_class(cfg=cfg)
+        recipe = recipe_class(cfg=cfg)
     with set_up_in_one_line(cfg):
-        made.setup(cfg=cfg)
-    return made
+        recipe.setup(cfg=cfg)
+    return recipe
 
 
 @contextlib.contextmanager

@@ -99,25 +99,26 @@ def set_up(
     accept_configs_of_torchao()
     allocations = allocations or Allocations()
     with torch.random.fork_rng(devices=[]), quiet(), _without_device(stock, allocations):
-        made: Any = planned(cfg)
-        made._device = torch.device("meta")
+        planned_recipe: Any = planned(cfg)
+        planned_recipe._device = torch.device("meta")
         with contextlib.nullcontext() if devices > 1 else allocations:
-            made.setup(cfg)
+            planned_recipe.setup(cfg)
     host = hosts.host_of(
-        made,
+        planned_recipe,
         Ranks(alone=True),
-        made.backward_optimizers,
+        planned_recipe.backward_optimizers,
         lambda parts: make_objective(replace(parts, num_ranks=devices)),
     )
-    if made.enabled:
+    if planned_recipe.enabled:
         host.objective.leave_stock()
     if cfg.device == "cpu":  # torch loops over parameters there, where the config leaves it open
         for group in (group for optimizer in host.optimizers for group in optimizer.param_groups):
             if group.get("foreach", ...) is None and group.get("fused") is None:
                 group["foreach"] = False
-    steps = made.total_epochs * made._steps_per_epoch
-    rates = made.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(made))  # stock may have no schedule
-    return host, hosts.run_of(made, int(cfg.batch_size), rates)
+    steps = planned_recipe.total_epochs * planned_recipe._steps_per_epoch
+    # Stock may have no schedule.
+    rates = planned_recipe.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(planned_recipe))
+    return host, hosts.run_of(planned_recipe, int(cfg.batch_size), rates)
 
 
 @contextlib.contextmanager
@@ -155,8 +156,8 @@ class _OnPaper:
     _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
-        made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
-        sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
+        loaders = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
+        sampler, stock_loader = loaders if isinstance(loaders, tuple) else (None, loaders)  # as the recipe has it
         loader = SampleLoader(stock_loader, drops_last=self.enabled or stock_loader.drop_last)
         if loader.dataset.packed:
             loader.collate = _collate_packs
@@ -236,18 +237,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in adapters:
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            is_sharded, whole = local is not parameter, None
+            is_sharded, gathered = local is not parameter, None
             if isinstance(local, NF4Tensor):
                 self._repeat(parameter.shape, partial(_quantize, parameter.shape, local))
             elif is_sharded:
-                whole = self._take(parameter.numel() * parameter.element_size())
+                gathered = self._take(parameter.numel() * parameter.element_size())
             if is_sharded and on_host:
                 for storage in get_untyped_storages(local):
                     self._events.append(~self._take(storage.nbytes()))
             elif is_sharded:
                 self.hold([local])
-            if whole is not None:
-                self._events.append(~whole)
+            if gathered is not None:
+                self._events.append(~gathered)
 
     def start_dora(self, layer: Any) -> None:
         """Note what the first magnitude of a DoRA layer takes (``initialize_dora_magnitude``)."""
@@ -287,8 +288,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _quantize(shape: torch.Size, like: Any) -> None:
-    whole = torch.empty(shape, dtype=like.dtype, device="meta")
-    NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)
+    gathered = torch.empty(shape, dtype=like.dtype, device="meta")
+    NF4Tensor.from_tensor(gathered, like.block_size, like.scaler_block_size)
 
 
 def _shifted(events: list[int], by: int) -> list[int]:

@@ -65,35 +65,35 @@ def answer(asked: Asked, *, as_json: bool) -> int:
     if length is None or asked.table or asked.levers:
         planning.start_processes()
     if length is None:
-        found, unknown = planning.over_lengths(request), Answer.CANNOT_TELL
+        lengths, unknown = planning.over_lengths(request), Answer.CANNOT_TELL
         shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
-        shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
-        show(f"{unknown}: length unknown, because {asked.length_unknown}; give --sequence-length", *_lengths(found))
+        shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": lengths}
+        show(f"{unknown}: length unknown, because {asked.length_unknown}; give --sequence-length", *_lengths(lengths))
         code = unknown
     else:
         start = time.perf_counter()
-        made = planning.sketch(request, length)
-        shown, lines = _plan(asked, made)
+        traced = planning.sketch(request, length)
+        shown, lines = _plan(asked, traced)
         show(*lines)
         if asked.table:
             shown["lengths"] = planning.over_lengths(request, length)
             show("", *_lengths(shown["lengths"]))
         if asked.levers:
-            shown["levers"] = planning.pull_levers(made)
-            show("", f"What would help, for {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
+            shown["levers"] = planning.pull_levers(traced)
+            show("", f"What would help, for {traced.asked} x {length:,} tokens", *_levers(shown["levers"]))
         shown["seconds"] = round(time.perf_counter() - start, 2)
-        code = made.need.within(request.memory_bytes)
+        code = traced.need.within(request.memory_bytes)
     if as_json:
         print(json.dumps(shown, indent=1))
     return int(code.value)
 
 
-def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
+def _plan(asked: Asked, traced: TracedPlan) -> tuple[dict[str, Any], list[str]]:
     """Return the plan as an object, and in words."""
-    request, need, largest = asked.request, made.need, made.largest
-    memory, found = request.memory_bytes, need.within(request.memory_bytes)
-    epochs, of_epochs = _epochs(made)
-    epoch_flops = _epoch_flops(asked, made)
+    request, need, largest = asked.request, traced.need, traced.largest
+    memory, verdict = request.memory_bytes, need.within(request.memory_bytes)
+    epochs, of_epochs = _epochs(traced)
+    epoch_flops = _epoch_flops(asked, traced)
     hours = None
     if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
         hours = epoch_flops / request.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
@@ -101,91 +101,92 @@ def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
         "version": VERSION,
         "config": asked.config,
         **{key: getattr(request, key) for key in ("recipe", "devices", "memory_bytes")},
-        **{key: getattr(made, key) for key in _OF_RUN},
+        **{key: getattr(traced, key) for key in _OF_RUN},
         **{key: getattr(need, key) for key in _OF_STEP},
-        "answer": str(found),
-        "fits": None if found is Answer.CANNOT_TELL else found is Answer.FITS,
+        "answer": str(verdict),
+        "fits": None if verdict is Answer.CANNOT_TELL else verdict is Answer.FITS,
         "needed_bytes": {"least": need.least_bytes, "most": need.most_bytes},
         "left_bytes": None if memory is None else memory - need.most_bytes,
-        "sequence_length": made.length,
+        "sequence_length": traced.length,
         "error": AGAINST_PUBLISHED,
         "allocator": AGAINST_ALLOCATOR,
-        "set_up_bytes": made.forecast.set_up.most_bytes,
+        "set_up_bytes": traced.forecast.set_up.most_bytes,
         "reserved_bytes": need.reserved.by_default,
         "reserved": asdict(need.reserved),
-        "outside_bytes": {each.name: [each.least, each.most] for each in need.outside},
+        "outside_bytes": {overhead.name: [overhead.least, overhead.most] for overhead in need.outside},
         "peak": {"moment": need.moment, **need.kinds},
         "largest_micro_batch": largest,
-        "token_budget": None if largest is None else largest * made.length,
-        "gpus": [_on(gpu, made) for gpu in asked.gpus],
+        "token_budget": None if largest is None else largest * traced.length,
+        "gpus": [_on(gpu, traced) for gpu in asked.gpus],
         "epochs": epochs,
         "epoch_flops": epoch_flops,
         "hours_per_epoch": hours,
     }
     several = len(asked.gpus) > 1
-    head = _heads(shown["gpus"], made) if several else _head(asked, made)
-    lines = [*head, "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), ""]
-    lines += [] if several else [*of_epochs, "", *_work(asked, made, epoch_flops, hours), ""]
+    head = _heads(shown["gpus"], traced) if several else _head(asked, traced)
+    lines = [*head, "", "What it takes", *_what_counts(need, traced.paged_bytes), "", *_peak(need), ""]
+    lines += [] if several else [*of_epochs, "", *_work(asked, traced, epoch_flops, hours), ""]
     return shown, [*lines, how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED)]
 
 
-def _on(gpu: Gpu, made: TracedPlan) -> dict[str, Any]:
-    found, memory = made.need.within(gpu.memory_bytes), gpu.memory_bytes
-    largest = made.forecast.largest(memory)
-    return {"name": gpu.name, "memory_bytes": memory, "answer": str(found), "largest_micro_batch": largest}
+def _on(gpu: Gpu, traced: TracedPlan) -> dict[str, Any]:
+    verdict, memory = traced.need.within(gpu.memory_bytes), gpu.memory_bytes
+    largest = traced.forecast.largest(memory)
+    return {"name": gpu.name, "memory_bytes": memory, "answer": str(verdict), "largest_micro_batch": largest}
 
 
-def _heads(gpus: Sequence[Mapping[str, Any]], made: TracedPlan) -> list[str]:
+def _heads(gpus: Sequence[Mapping[str, Any]], traced: TracedPlan) -> list[str]:
     """Return the answer on several GPUs, one line each."""
     rows = [["GPU", "memory", "answer", "largest micro-batch"]]
-    for each in gpus:
-        rows.append([each["name"], memory_size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
-    span = f"{memory_size(made.need.least_bytes)} to {memory_size(made.need.most_bytes)}"
-    need = f"{_forward(made)}{_of_devices(made)} needs {span}{_on_the_host(made.paged_bytes)}"
-    return [need, *_table(rows), *_assumed(made)]
+    for gpu in gpus:
+        rows.append([gpu["name"], memory_size(gpu["memory_bytes"]), gpu["answer"], str(gpu["largest_micro_batch"])])
+    span = f"{memory_size(traced.need.least_bytes)} to {memory_size(traced.need.most_bytes)}"
+    need = f"{_forward(traced)}{_of_devices(traced)} needs {span}{_on_the_host(traced.paged_bytes)}"
+    return [need, *_table(rows), *_assumed(traced)]
 
 
-def _head(asked: Asked, made: TracedPlan) -> list[str]:
-    length, largest = made.length, made.largest
-    where = (f" on {asked.gpu.name}" if asked.gpu else "") + _of_devices(made)
-    line = first_line(made.need, made.request.memory_bytes, _forward(made), where)
-    lines = [line + _on_the_host(made.paged_bytes)]
+def _head(asked: Asked, traced: TracedPlan) -> list[str]:
+    length, largest = traced.length, traced.largest
+    where = (f" on {asked.gpu.name}" if asked.gpu else "") + _of_devices(traced)
+    line = first_line(traced.need, traced.request.memory_bytes, _forward(traced), where)
+    lines = [line + _on_the_host(traced.paged_bytes)]
     if largest is not None:
         lines.append(f"largest micro-batch: {_samples(largest)} of {length:,} tokens")
         lines.append(f"token budget: {largest * length:,} padded tokens in a forward")
-    return lines + _assumed(made)
+    return lines + _assumed(traced)
 
 
-def _forward(made: TracedPlan) -> str:
-    return f"a forward of {made.asked} x {made.length:,} tokens"
+def _forward(traced: TracedPlan) -> str:
+    return f"a forward of {traced.asked} x {traced.length:,} tokens"
 
 
-def _of_devices(made: TracedPlan) -> str:
-    return f" on each of {made.request.devices} devices" if made.request.devices > 1 else ""
+def _of_devices(traced: TracedPlan) -> str:
+    return f" on each of {traced.request.devices} devices" if traced.request.devices > 1 else ""
 
 
 def _on_the_host(paged_bytes: int) -> str:
     return f"; plus up to {memory_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
 
 
-def _assumed(made: TracedPlan) -> list[str]:
-    return [] if made.assumes is None else [f"assumed: {made.assumes}"]
+def _assumed(traced: TracedPlan) -> list[str]:
+    return [] if traced.assumes is None else [f"assumed: {traced.assumes}"]
 
 
 def first_line(need: MemoryEstimate, memory: int | None, what: str, where: str) -> str:
     """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
-    found, least, most = need.within(memory), need.least_bytes, need.most_bytes
+    verdict, least, most = need.within(memory), need.least_bytes, need.most_bytes
     if memory is None:
-        return f"{found}: {what} needs {memory_size(least)} to {memory_size(most)}; give --memory or --gpu"
+        return f"{verdict}: {what} needs {memory_size(least)} to {memory_size(most)}; give --memory or --gpu"
     of_memory = f"of {memory_size(memory)}{where}"
-    if found is Answer.FITS:
-        return f"{found}: {what} needs at most {memory_size(most)} {of_memory}, {memory_size(memory - most)} left"
-    if found is Answer.TIGHT:
+    if verdict is Answer.FITS:
+        return f"{verdict}: {what} needs at most {memory_size(most)} {of_memory}, {memory_size(memory - most)} left"
+    if verdict is Answer.TIGHT:
         return (
-            f"{found}: {what} needs {memory_size(least)} to {memory_size(most)} {of_memory}; "
+            f"{verdict}: {what} needs {memory_size(least)} to {memory_size(most)} {of_memory}; "
             f"{memory_size(memory - least)} left in the best case, {memory_size(most - memory)} too little in the worst"
         )
-    return f"{found}: {what} needs at least {memory_size(least)} {of_memory}, {memory_size(least - memory)} too little"
+    lacks = memory_size(least - memory)
+    return f"{verdict}: {what} needs at least {memory_size(least)} {of_memory}, {lacks} too little"
 
 
 def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
@@ -203,7 +204,7 @@ def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
             memory_size(reserved.expandable),
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         ],
-        *([each.name, f"{memory_size(each.least)} to {memory_size(each.most)}", each.source] for each in need.outside),
+        *([x.name, f"{memory_size(x.least)} to {memory_size(x.most)}", x.source] for x in need.outside),
         ["fits from", memory_size(need.most_bytes), "reserved, and the upper figures above"],
         ["does not fit below", memory_size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
     ]
@@ -215,40 +216,40 @@ def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
 
 def _peak(need: MemoryEstimate) -> list[str]:
     kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
-    rows = [[kind, memory_size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
+    rows = [[kind, memory_size(size), f"{100 * size / need.peak_bytes:.0f} %"] for kind, size in kinds if size >= MIB]
     during = f"{need.moment} pass" if need.moment in (FORWARD, BACKWARD) else need.moment
     return [f"At the peak, in the {during}:", *_table(rows)]
 
 
-def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
+def _epochs(traced: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Return the epochs as objects, None if they are not known, and in words."""
-    if made.request.samples is None:
+    if traced.request.samples is None:
         return None, ["Epochs: number of samples unknown; give --samples"]
-    if not made.largest:
+    if not traced.largest:
         return None, ["Epochs: not planned, as no memory is given or nothing fits"]
-    found, epochs, is_decided = planning.look_out(made.request, made.length, made.largest)
+    planned_sizes, epochs, is_decided = planning.look_out(traced.request, traced.length, traced.largest)
     rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
     for epoch in epochs:
-        sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
+        sizes, windows = (" -> ".join(map(str, values)) for values in (epoch.batch_sizes, epoch.global_batch_sizes))
         rows.append([str(epoch.epoch), sizes, windows, str(epoch.steps), str(epoch.dropped_samples)])
-    head = f"Epochs, with batches of at most {found.maximum} ({found.reason})"
+    head = f"Epochs, with batches of at most {planned_sizes.maximum} ({planned_sizes.reason})"
     head += "" if is_decided else "; growth is decided during training and not shown"
     return [asdict(epoch) for epoch in epochs], [head, *_table(rows)]
 
 
-def _epoch_flops(asked: Asked, made: TracedPlan) -> float | None:
+def _epoch_flops(asked: Asked, traced: TracedPlan) -> float | None:
     """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
-    need, samples, length = made.need, asked.request.samples, made.length
+    need, samples, length = traced.need, asked.request.samples, traced.length
     attention = need.attention_flops / need.batch_size
     others = (need.flops - need.recomputed_flops) / need.batch_size - attention
     if asked.lengths is None:
         return None if samples is None else samples * (others + attention)
-    shares = [min(each, length) / length for each in asked.lengths]  # attention grows with their square
+    shares = [min(tokens, length) / length for tokens in asked.lengths]  # attention grows with their square
     return sum(share * others + share * share * attention for share in shares)
 
 
-def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: float | None) -> list[str]:
-    need, length = made.need, made.length
+def _work(asked: Asked, traced: TracedPlan, epoch_flops: float | None, hours: float | None) -> list[str]:
+    need, length = traced.need, traced.length
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
         line += f", and {_flops(need.recomputed_flops)} to recompute activations"
@@ -272,23 +273,23 @@ def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> 
     )
 
 
-def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def _lengths(lengths: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [["tokens", *(f"{batch} need" for batch in planning.BATCHES), "largest micro-batch"]]
-    for each in found:
-        largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
-        needs = [memory_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
-        rows.append([f"{each['sequence_length']:,}", *needs, largest])
+    for row in lengths:
+        largest = "?" if row["largest_micro_batch"] is None else str(row["largest_micro_batch"])
+        needs = [memory_size(row["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
+        rows.append([f"{row['sequence_length']:,}", *needs, largest])
     return ["Samples in a forward", *_table(rows)]
 
 
-def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def _levers(levers: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [["", "saves", "then fits", "to paste"]]
-    for each in found:
-        saved = "?" if each["saved_bytes"] is None else memory_size(each["saved_bytes"])
-        largest = each["largest_micro_batch"]
-        fits = "?" if largest is None else f"{largest} x {each['sequence_length']:,}"
-        paste = each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"
-        rows.append([each["name"], saved, fits, paste])
+    for lever in levers:
+        saved = "?" if lever["saved_bytes"] is None else memory_size(lever["saved_bytes"])
+        largest = lever["largest_micro_batch"]
+        fits = "?" if largest is None else f"{largest} x {lever['sequence_length']:,}"
+        paste = lever["paste"] if lever["reason"] is None else f"not planned: {lever['reason']}"
+        rows.append([lever["name"], saved, fits, paste])
     return _table(rows)
 
 

@@ -125,9 +125,10 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
     def is_override(argument: str) -> bool:
         return "=" in argument or argument.startswith("~")
 
-    names = [each for each in args.overrides if not is_override(each)]
+    names = [argument for argument in args.overrides if not is_override(argument)]
     recipes = registry.get_all_recipes()
-    known, configs = [each.name for each in recipes], [config.name for each in recipes for config in each.configs]
+    known = [recipe.name for recipe in recipes]
+    configs = [config.name for recipe in recipes for config in recipe.configs]
     config, recipe = args.config, args.recipe
     first = Path(names[0]) if names else Path()
     is_recipe = first.stem in known and first.suffix in ("", ".py") and recipe in (None, first.stem)
@@ -148,24 +149,24 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
         if args.config is not None and not is_recipe and get_close_matches(name, known, n=1):
             raise ConfigError(f"there is no recipe {name!r}{closest(name, known)}")
         raise ConfigError(f"{name!r} is not an override; write key=value")
-    return config, recipe, [each for each in args.overrides if is_override(each)]
+    return config, recipe, [argument for argument in args.overrides if is_override(argument)]
 
 
 def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
     """Return the recipe, the file and the config that a name or path and overrides stand for."""
-    known = [(each.name, stock.name, each.file_path) for stock in registry.get_all_recipes() for each in stock.configs]
-    found = [(of, file) for known_as, of, file in known if known_as == name]
+    shipped = [(stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs]
+    files = [(recipe_name, config.file_path) for recipe_name, config in shipped if config.name == name]
     path = Path(name)
-    if found and not path.is_file():
-        path = CONFIGS / found[0][1]
-        recipe = recipe or next((of for of, _ in found if of in RECIPES), None)
+    if files and not path.is_file():
+        path = CONFIGS / files[0][1]
+        recipe = recipe or next((of for of, _ in files if of in RECIPES), None)
         if recipe is None:
-            raise NotPlannedError(_not_covered(name, found[0][0]))
+            raise NotPlannedError(_not_covered(name, files[0][0]))
     elif not path.is_file():
         for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
-            if name in [each.name for each in other.configs]:
+            if name in [config_file.name for config_file in other.configs]:
                 raise NotPlannedError(_not_covered(name, other.name))
-        raise ConfigError(f"there is no config {name!r}{closest(name, [known_as for known_as, *_ in known])}")
+        raise ConfigError(f"there is no config {name!r}{closest(name, [config.name for _, config in shipped])}")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # whatever is wrong with it
@@ -187,8 +188,8 @@ def _recipe_of(path: Path, cfg: DictConfig) -> str:
     launched: list[str] = re.findall(LAUNCHED, path.read_text())
     if covered := [name for name in launched if name in RECIPES]:
         return covered[0]
-    known = [recipe.name for recipe in registry.get_all_recipes()]
-    other = next((name for name in launched if name in known), "eleuther_eval" if "tasks" in cfg else None)
+    names = [recipe.name for recipe in registry.get_all_recipes()]
+    other = next((name for name in launched if name in names), "eleuther_eval" if "tasks" in cfg else None)
     if other is not None:
         raise NotPlannedError(_not_covered(str(path), other))
     adapters = "lora_attn_modules" in cfg.model
@@ -222,7 +223,7 @@ def _read_lengths(cfg: DictConfig) -> tuple[list[int] | None, str]:
         with _offline():
             tokenizer = config.instantiate(cfg.tokenizer)
             if isinstance(cfg.dataset, ListConfig):
-                dataset = ConcatDataset(datasets=[config.instantiate(each, tokenizer) for each in cfg.dataset])
+                dataset = ConcatDataset(datasets=[config.instantiate(source, tokenizer) for source in cfg.dataset])
             else:
                 dataset = config.instantiate(cfg.dataset, tokenizer)
             indices = tqdm(range(len(dataset)), desc="Measuring samples", dynamic_ncols=True, leave=False)

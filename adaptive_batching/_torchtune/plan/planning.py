@@ -136,8 +136,8 @@ def look_out(request: PlanRequest, length: int, largest: int) -> tuple[Sizes, li
         probe, sizes = asked.request, asked.unprobed
         if asked.probes:
             candidates = candidate_sizes(probe.upper, powers_of_two=probe.rounds, include=probe.include)
-            found = max((size for size in candidates if size <= largest), default=1)
-            sizes = asked.settle(found, probe.upper_reason if found == candidates[-1] else "memory")
+            largest_size = max((size for size in candidates if size <= largest), default=1)
+            sizes = asked.settle(largest_size, probe.upper_reason if largest_size == candidates[-1] else "memory")
         controller = make_controller(host, run, increase, asked.accumulation, sizes, {})
         is_decided = controller.decides_early and increase.noise_scale_every is None
         split_policy = SplitPolicy(is_stock=not settings.enabled)
@@ -190,7 +190,7 @@ def levers(request: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanRe
     kinds = ["LoRA"] if recipe in _TRAIN_ALL else []
     kinds += [] if is_quantized or "qat" in recipe else ["QLoRA"]
     for name in kinds:
-        yield from ((name, *found, length) for found in _with_adapters(request, f"{name.lower()}_"))
+        yield from ((name, *lever, length) for lever in _with_adapters(request, f"{name.lower()}_"))
     if length >= 256:
         yield "shorter samples", f"tokenizer.max_seq_len={length // 2}", request, length // 2
     if not recipe.endswith("single_device"):
@@ -217,7 +217,7 @@ def _of_config(request: PlanRequest) -> Iterator[tuple[str, str]]:
     optimizer = str(cfg.optimizer["_component_"])
     if not optimizer.startswith("torch.optim."):
         return
-    if any(each in optimizer for each in ("Adam", "SGD", "Adagrad")) and not cfg.optimizer.get("fused", False):
+    if any(kind in optimizer for kind in ("Adam", "SGD", "Adagrad")) and not cfg.optimizer.get("fused", False):
         paste = "optimizer.fused=True"
         yield "fused optimizer", paste + (" optimizer.foreach=null" if cfg.optimizer.get("foreach") else "")
     # FSDP's sharded parameters are not for bitsandbytes
@@ -255,44 +255,44 @@ def start_processes() -> None:
         forkserver.ensure_running()
 
 
-def pull_levers(made: TracedPlan) -> list[dict[str, Any]]:
+def pull_levers(traced: TracedPlan) -> list[dict[str, Any]]:
     """Return what each lever saves and the largest batch with it, best first."""
-    found = _in_parallel(_pulled, [(*lever, made.need) for lever in levers(made.request, made.length)])
-    return sorted(found, key=lambda each: -(each["saved_bytes"] if each["saved_bytes"] is not None else -(2**62)))
+    pulled = _in_parallel(_pulled, [(*lever, traced.need) for lever in levers(traced.request, traced.length)])
+    return sorted(pulled, key=lambda lever: -(lever["saved_bytes"] if lever["saved_bytes"] is not None else -(2**62)))
 
 
 def _pulled(task: tuple[str, str, PlanRequest, int, MemoryEstimate]) -> dict[str, Any]:
     name, paste, request, length, before = task
-    found: dict[str, Any] = {"name": name, "paste": paste, "saved_bytes": None, "reserved_bytes": None,
+    row: dict[str, Any] = {"name": name, "paste": paste, "saved_bytes": None, "reserved_bytes": None,
                              "largest_micro_batch": None, "sequence_length": length, "reason": None}  # fmt: skip
     try:
-        made = sketch(request, length)
-        found["reserved_bytes"] = made.forecast.need(before.batch_size).reserved.by_default
-        found["saved_bytes"] = before.reserved.by_default - found["reserved_bytes"]
-        found["largest_micro_batch"] = made.largest
+        traced = sketch(request, length)
+        row["reserved_bytes"] = traced.forecast.need(before.batch_size).reserved.by_default
+        row["saved_bytes"] = before.reserved.by_default - row["reserved_bytes"]
+        row["largest_micro_batch"] = traced.largest
     except Exception as error:  # whatever stock refuses or a trace cannot follow
-        found["reason"] = first_line(error)[:200]
-    return found
+        row["reason"] = first_line(error)[:200]
+    return row
 
 
 def over_lengths(request: PlanRequest, longest: int | None = None) -> list[dict[str, Any]]:
     """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known."""
     lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
-    found = _in_parallel(_at_length, [(request, length) for length in lengths])
-    return [each for each in found if each is not None]
+    rows = _in_parallel(_at_length, [(request, length) for length in lengths])
+    return [row for row in rows if row is not None]
 
 
 def _at_length(task: tuple[PlanRequest, int]) -> dict[str, Any] | None:
     try:
-        made = sketch(*task)
+        traced = sketch(*task)
     except TooLongError:
         return None
     return {
-        "sequence_length": made.length,
-        "batch_size": made.asked,
-        "needed_bytes": made.forecast.most_bytes(made.asked),
-        "needed_by_batch": {str(batch): made.forecast.most_bytes(batch) for batch in BATCHES},
-        "largest_micro_batch": made.largest,
+        "sequence_length": traced.length,
+        "batch_size": traced.asked,
+        "needed_bytes": traced.forecast.most_bytes(traced.asked),
+        "needed_by_batch": {str(batch): traced.forecast.most_bytes(batch) for batch in BATCHES},
+        "largest_micro_batch": traced.largest,
     }
 
 

@@ -172,13 +172,13 @@ class PPOSession(Session):
         waited = time.perf_counter() - start
         length_of_rows = len(worst.tokens(sample))
         report.probe(of_probe.result, sequence_length=length_of_rows, of="most in a backward", waited=waited)
-        found = probe.probed(of_probe)
-        most_rows = found.sizes.maximum if follows else upper
+        probed = probe.probed(of_probe)
+        most_rows = probed.sizes.maximum if follows else upper
         step = self._rollout_step(length, most_rows, row_bytes)
         rollout = self._probe_rollouts(step, most_rows, length, cache_inputs, folder)
         report.rollout(rollout, prompt_length=length, generated=generated)
         self._rollout_rows = rollout.batch_size
-        return found
+        return probed
 
     def _probe_rollouts(
         self, step: TrainingStep, most_rows: int, prompt_tokens: int, cache_inputs: CacheInputs, folder: Path
@@ -197,7 +197,7 @@ class PPOSession(Session):
             return find_largest(step, settings, meter, request, remedy=remedy, scratch=folder)
 
         facts = {"recipe": f"{self.host.name}, rollout", "held": most_rows, "sequence_length": prompt_tokens}
-        inputs, path = replace(cache_inputs, found=None), folder / "probe_rollout.json"
+        inputs, path = replace(cache_inputs, stored=None), folder / "probe_rollout.json"
         return cached_probe(self.host, self.settings, inputs, facts, request, path, find).result
 
     def _rollout_step(self, prompt_tokens: int, held_rows: int, row_bytes: int) -> TrainingStep:

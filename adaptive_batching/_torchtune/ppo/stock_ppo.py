@@ -204,8 +204,8 @@ class Trajectories(Objective):
         """Run forward and backward, which stock has in one; the number returned has no model behind it any more."""
         assert isinstance(model, PolicyAndValue)
         stock, tokens, of_values = self._stock, batch["query_responses"], batch["value_share"]
-        known = {name: batch[name] for name in _OF_LEARNING}
-        trajectory = Trajectory(**{**dict.fromkeys(Trajectory._fields), **known, "masks": stock.masks(tokens)})
+        fields = {name: batch[name] for name in _OF_LEARNING}
+        trajectory = Trajectory(**{**dict.fromkeys(Trajectory._fields), **fields, "masks": stock.masks(tokens)})
         # A whole batch is computed as in stock.
         recipe = copy.copy(stock.recipe) if weight is None else stock.with_losses_of_part(weight, of_values)
         recipe._policy_model, recipe._value_model = model.policy, model.value

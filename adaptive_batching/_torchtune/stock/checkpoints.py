@@ -167,8 +167,8 @@ def flush(path: Path) -> None:
 
 def _states_of_steps(output_dir: Path) -> list[Path]:
     """Return the stored states of optimizers in the folders of steps, the newest last."""
-    found = [path for path in output_dir.glob(f"step_*/{STATE_NAME}") if re.fullmatch(r"step_\d+", path.parent.name)]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    states = [path for path in output_dir.glob(f"step_*/{STATE_NAME}") if re.fullmatch(r"step_\d+", path.parent.name)]
+    return sorted(states, key=lambda path: path.stat().st_mtime_ns)
 
 
 def _what_stands_of_steps(output_dir: Path) -> str:
@@ -276,13 +276,13 @@ def _state(own: DictConfig, output_dir: Path, named: Path | None) -> Path:
                 "adapter_checkpoint as for a new run"
             )
         return named / STATE_NAME
-    found = [path for path in (of_epoch, *of_steps) if path.is_file()]
-    if not found:
+    states = [path for path in (of_epoch, *of_steps) if path.is_file()]
+    if not states:
         raise ConfigError(
             f"resume_from_checkpoint=True, but checkpointer.output_dir={str(output_dir)!r} has no checkpoint to "
             "resume from; set output_dir to that of the run to resume, or resume_from_checkpoint=False"
         )
-    return of_epoch if named is not None else max(found, key=lambda path: path.stat().st_mtime_ns)
+    return of_epoch if named is not None else max(states, key=lambda path: path.stat().st_mtime_ns)
 
 
 def refuse_step_checkpoints(cfg: DictConfig) -> None:
@@ -303,10 +303,10 @@ def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
     output_dir = Path(value.output_dir)
     if not name or output_dir.resolve() in Path(value.checkpoint_dir).resolve().parents:
         return
-    found = sorted(path.name for path in (output_dir / name).glob("model-*"))
-    if not found:
+    weights = sorted(path.name for path in (output_dir / name).glob("model-*"))
+    if not weights:
         raise ConfigError(
             f"resume_from_checkpoint=True, but value_checkpointer.output_dir={value.output_dir!r} has no value model "
             f"of {name}, from which the policy resumes; set it to that of the run to resume"
         )
-    value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), found
+    value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), weights

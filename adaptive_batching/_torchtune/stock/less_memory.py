@@ -9,11 +9,11 @@ _CHECKPOINTING, _OFFLOADING = "enable_activation_checkpointing=True", "enable_ac
 
 def of_activations(*, checkpoints: bool, offloads: bool, can_offload: bool) -> list[tuple[str, str]]:
     """Return what is not used yet, as a name and what to add to the command line; what costs least comes first."""
-    found = [] if checkpoints else [("activation checkpointing", _CHECKPOINTING)]
+    settings = [] if checkpoints else [("activation checkpointing", _CHECKPOINTING)]
     if can_offload and not offloads:
         both = "activation checkpointing and offloading", f"{_OFFLOADING} {_CHECKPOINTING}"
-        found.append(("activation offloading", _OFFLOADING) if checkpoints else both)
-    return found
+        settings.append(("activation offloading", _OFFLOADING) if checkpoints else both)
+    return settings
 
 
 def remedy(host: Host) -> str:

@@ -50,8 +50,8 @@ def load_stock(name: str) -> ModuleType:
 def stock_recipe(name: str) -> type[Any]:
     """Return the class of a stock recipe that trains."""
     defined = vars(load_stock(name)).values()
-    [found] = [each for each in defined if isinstance(each, type) and FTRecipeInterface in each.__mro__[1:]]
-    return found
+    [recipe] = [value for value in defined if isinstance(value, type) and FTRecipeInterface in value.__mro__[1:]]
+    return recipe
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ class NextToken(Objective):
     def counts(self, samples: Sequence[Sample]) -> Counts:
         counted = [np.asarray(sample["labels"]) != self._loss.ignore_index for sample in samples]
         # A sample's first label predicts nothing, yet stock counts it.
-        return Counts(sum(int(each[1:].sum()) for each in counted), sum(int(each.sum()) for each in counted))
+        return Counts(sum(int(mask[1:].sum()) for mask in counted), sum(int(mask.sum()) for mask in counted))
 
     def size(self, sample: Sample) -> int:
         return self._padded(len(sample["tokens"])) if self.is_text(sample) else 1
@@ -101,7 +101,7 @@ class NextToken(Objective):
         labels = torch.hstack((labels[..., 1:], last))
         if isinstance(logits[0], list):
             return labels, *logits
-        return labels.reshape(-1), *(each.reshape(-1, each.size(-1)) for each in logits)
+        return labels.reshape(-1), *(part.reshape(-1, part.size(-1)) for part in logits)
 
     def smallest_batch(self, dataset: Any) -> Batch:
         length = length_in_chunks(SHORT, self._num_chunks)
@@ -315,9 +315,9 @@ class Preferences(Objective):
         """Return rewards, log probabilities and logits over all pairs; on one device stock takes the last forward's."""
         if self._num_ranks == 1:
             return {name: value.cpu() for name, value in sums.metrics.items()}
-        found = {name: (value / self._num_ranks).cpu() for name, value in sums.metrics.items()}
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+        means = {name: (value / self._num_ranks).cpu() for name, value in sums.metrics.items()}
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
 
     def recompile(self, again: Callable[[Any], Any]) -> None:
         self._loss = again(self._loss)

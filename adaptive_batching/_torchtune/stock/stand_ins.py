@@ -65,7 +65,7 @@ class TracedOffloading(saved_tensors_hooks):
         if is_weight or tensor.nbytes < SMALLEST:
             self._saved[number] = tensor
             return number
-        self._staying = {each: kept for each, kept in self._staying.items() if each > number - _MOST_STAYING}
+        self._staying = {pack: kept for pack, kept in self._staying.items() if pack > number - _MOST_STAYING}
         self._staying[number] = tensor
         self._saved[number] = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         return number

@@ -114,8 +114,8 @@ class BatchesThatFit:
         def forward(part: range) -> list[list[Any]]:
             self._batch_size = len(part)
             of_rows = [rows[row][1] for row in part]
-            found = iter(stock([requests[index] for indices in of_rows for index in indices], disable_tqdm=True))
-            return [[(index, next(found)) for index in indices] for indices in of_rows]
+            answers = iter(stock([requests[index] for indices in of_rows for index in indices], disable_tqdm=True))
+            return [[(index, next(answers)) for index in indices] for indices in of_rows]
 
         lengths = [min(len(tokens), self.max_length) for tokens, _ in rows]
         found = self._run_in_parts("loglikelihood", lengths, forward, forward, disable_tqdm)
@@ -134,8 +134,8 @@ class BatchesThatFit:
 
         def forward(part: range) -> Sequence[str]:
             self._batch_size = len(part)
-            found: Sequence[str] = stock([requests[order[row]] for row in part], disable_tqdm=True)
-            return found
+            texts: Sequence[str] = stock([requests[order[row]] for row in part], disable_tqdm=True)
+            return texts
 
         def at_worst(part: range) -> Sequence[str]:
             self._batch_size = len(part)
@@ -145,12 +145,13 @@ class BatchesThatFit:
             alike = requests[longest_first[0]].args[1]
             prompts = [SimpleNamespace(args=(prompt, alike)) for prompt in chosen]  # what the harness reads of requests
             with replaced_in(self, _tokenizer=_WithoutStopTokens(self._tokenizer)):  # type: ignore[arg-type]
-                found: Sequence[str] = stock(prompts, disable_tqdm=True)
-            return found
+                texts: Sequence[str] = stock(prompts, disable_tqdm=True)
+            return texts
 
         # Each takes a cache of that length, however long it is.
-        found = self._run_in_parts("generate_until", [self.max_length] * len(order), forward, at_worst, disable_tqdm)
-        by_index = dict(zip(order, found, strict=True))
+        row_lengths = [self.max_length] * len(order)
+        texts_in_order = self._run_in_parts("generate_until", row_lengths, forward, at_worst, disable_tqdm)
+        by_index = dict(zip(order, texts_in_order, strict=True))
         return [by_index[index] for index in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, **kwargs: Any) -> Any:

@@ -263,11 +263,11 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        found: dict[str, float] = {"batch_size": self.batch_schedule.controller.batch_size}
-        found["global_batch_size"] = self.global_batch_size
+        values: dict[str, float] = {"batch_size": self.batch_schedule.controller.batch_size}
+        values["global_batch_size"] = self.global_batch_size
         if self._noise_scale is not None:
-            found["gradient_noise_scale"] = self._noise_scale
-        return found
+            values["gradient_noise_scale"] = self._noise_scale
+        return values
 
     @property
     def _noise_scale(self) -> float | None:

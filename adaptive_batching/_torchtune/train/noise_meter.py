@@ -133,7 +133,7 @@ def _squared_norms(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Collect the squared norms of the gradients that backward gives each parameter inside."""
     squares: list[torch.Tensor] = []
     with contextlib.ExitStack() as hooks:
-        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        for parameter in filter(lambda weight: weight.requires_grad, model.parameters()):
             hook: Any = parameter.register_hook(lambda grad: squares.append(_square(grad)))  # type: ignore[no-untyped-call]
             hooks.callback(hook.remove)
         yield squares

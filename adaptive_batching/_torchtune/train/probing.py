@@ -16,20 +16,20 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.find import find_largest
-from adaptive_batching._probe.found import (
+from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest, Sizes, Sizing, size_up
+from adaptive_batching._probe.stored_probe import (
     Conditions,
-    Found,
+    StoredProbe,
     described,
     described_devices,
     plain,
     read_stored,
     settings_of_memory,
-    store_found,
+    store_probe,
     taken_again,
     versions_of,
 )
-from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.sizing import ProbeRequest, Sizes, Sizing, size_up
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
@@ -66,15 +66,16 @@ class CacheInputs:
     cfg: DictConfig
     measures_noise: bool = False
     resumes: bool = False  # a run goes on: what it has trained with stays while it fits
-    found: Found | None = None  # by the run that is resumed
+    stored: StoredProbe | None = None  # by the run that is resumed
 
     def config(self) -> dict[str, Any]:
         """Return the entries of the config that call for another probe when they change."""
         cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
         values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-        found = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
-        found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
-        return masked(found)  # type: ignore[no-any-return]
+        of_memory = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
+        # The learning rate is what is tuned most often.
+        of_memory["optimizer"] = {key: value for key, value in of_memory["optimizer"].items() if key != "lr"}
+        return masked(of_memory)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Probed:
 
     sizes: Sizes
     sample_tokens: int = 0  # of a sample of the probe
-    found: Found | None = None  # by the probe, if one was needed
+    stored: StoredProbe | None = None  # by the probe, if one was needed
 
     @property
     def capacity(self) -> int | None:
@@ -93,7 +94,7 @@ class Probed:
     @property
     def tokens(self) -> int:
         """Padded tokens of the largest forward that the probe has seen to fit."""
-        return 0 if self.found is None else self.found.result.batch_size * self.sample_tokens
+        return 0 if self.stored is None else self.stored.result.batch_size * self.sample_tokens
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Probe:
     def _length(self) -> int:
         return len(self.host.objective.tokens(self.sample))
 
-    def find(self) -> Found:
+    def find(self) -> StoredProbe:
         """Run the probe, or take the result that an earlier run has stored."""
         request = self.sizing.request
         facts = {"include": request.include, "recipe": self.host.name, "sequence_length": self._length}
@@ -120,13 +121,13 @@ class Probe:
         path = self.folder / "probe.json"
         return cached_probe(self.host, self.sizing.settings, self.cache_inputs, facts, request, path, self._find)
 
-    def probed(self, found: Found) -> Probed:
-        """Return what the run makes of what was ``found``."""
-        result, asked = found.result, self.sizing.settings.micro_batch_size
-        sizes = self.sizing.settle(found.samples if self.sizing.bounds_forwards else result.batch_size, result.bound)
+    def probed(self, stored: StoredProbe) -> Probed:
+        """Return what the run makes of a ``stored`` probe."""
+        result, asked = stored.result, self.sizing.settings.micro_batch_size
+        sizes = self.sizing.settle(stored.samples if self.sizing.bounds_forwards else result.batch_size, result.bound)
         if sizes.micro_batch_size != asked:
             log.warning("micro_batch_size=%s does not fit; using the maximum, %s", asked, sizes.micro_batch_size)
-        return Probed(sizes, self.host.objective.size(self.sample), found)
+        return Probed(sizes, self.host.objective.size(self.sample), stored)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, request, times = self.host, self.sizing.request, ForwardTimes(self._samples_left())
@@ -171,16 +172,18 @@ def find_maximum(host: Host, run: StockRun, sizing: Sizing, cache_inputs: CacheI
     )  # fmt: skip
     probe = Probe(host, run, sizing, cache_inputs, sample, report.directory)
     start = time.perf_counter()
-    found = probe.find()
+    stored = probe.find()
     length = len(host.objective.tokens(sample))
-    report.probe(found.result, sequence_length=length, waited=time.perf_counter() - start)
-    return probe.probed(found)
+    report.probe(stored.result, sequence_length=length, waited=time.perf_counter() - start)
+    return probe.probed(stored)
 
 
-def found_in(stored: Mapping[str, Any]) -> Found | None:
+def stored_probe_in(stored: Mapping[str, Any]) -> StoredProbe | None:
     """Return what the probe of a run has found, from the state in its checkpoint; None if it had none."""
     text = stored.get("probe")
-    return None if text is None else read_stored(lambda: Found.from_dict(json.loads(text)), "the checkpoint's probe")
+    if text is None:
+        return None
+    return read_stored(lambda: StoredProbe.from_dict(json.loads(text)), "the checkpoint's probe")
 
 
 def cached_probe(
@@ -191,7 +194,7 @@ def cached_probe(
     request: ProbeRequest,
     path: Path,
     find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
-) -> Found:
+) -> StoredProbe:
     """Take the result that an earlier run has stored at ``path``, or find one and store it.
 
     ``facts`` are what memory depends on in this probe alone; ``find`` keeps within the settings that it is given. A
@@ -216,22 +219,22 @@ def cached_probe(
     now = Conditions(plain(settings_of_memory(settings, request)), plain(run), models, versions_of(_VERSIONS), devices)
     available = int(ranks.smallest(memory_budget(settings, meter)))
 
-    def before() -> Found | None:
-        found, source = cache_inputs.found, "the checkpoint's probe"
-        if found is None:
+    def before() -> StoredProbe | None:
+        stored, source = cache_inputs.stored, "the checkpoint's probe"
+        if stored is None:
             source = f"the stored probe {path}"
-            found = read_stored(lambda: Found.from_dict(json.loads(path.read_text())), source)
-        held = taken_again(found, now, request.upper, available, stays=cache_inputs.resumes, source=source)
+            stored = read_stored(lambda: StoredProbe.from_dict(json.loads(path.read_text())), source)
+        held = taken_again(stored, now, request.upper, available, stays=cache_inputs.resumes, source=source)
         if held is not None:
             log.info("maximum batch size %d, from %s", held.result.batch_size, source)
         return held
 
-    found = ranks.on_first(before)
-    if found is not None:
-        return found
-    found = Found(find(settings, meter), now, request.upper, facts["sequence_length"])
-    ranks.on_first(lambda: store_found(path, found))
-    return found
+    stored = ranks.on_first(before)
+    if stored is not None:
+        return stored
+    stored = StoredProbe(find(settings, meter), now, request.upper, facts["sequence_length"])
+    ranks.on_first(lambda: store_probe(path, stored))
+    return stored
 
 
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:

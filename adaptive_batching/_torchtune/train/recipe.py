@@ -29,7 +29,7 @@ from adaptive_batching._torchtune.stock.losses import next_token
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
-from adaptive_batching._torchtune.train.probing import CacheInputs, found_in
+from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
 from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.train.stock_keys import cannot_be_loaded, in_short
@@ -116,13 +116,13 @@ class AdaptiveBatching:
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
             about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
             self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
-        found: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if cfg.resume_from_checkpoint:
             if settings.enabled:
-                found = checkpoints.from_last_checkpoint(cfg)
+                context = checkpoints.from_last_checkpoint(cfg)
             elif not cfg.get("enable_async_checkpointing", False):  # these have folders of their own
                 checkpoints.refuse_step_checkpoints(cfg)
-        with found:
+        with context:
             super().setup(cfg=cfg)  # type: ignore[misc]
         with self._at_work():
             self._settle(cfg, self._report)
@@ -144,7 +144,7 @@ class AdaptiveBatching:
 
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
         measures_noise, stored = self._increase.noise_scale_every is not None, self._stored
-        return CacheInputs(cfg, measures_noise, resumes=bool(stored), found=found_in(stored))
+        return CacheInputs(cfg, measures_noise, resumes=bool(stored), stored=stored_probe_in(stored))
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
@@ -233,12 +233,12 @@ class AdaptiveBatching:
     def _load_data(self, key: str, *args: Any, **kwargs: Any) -> tuple[Any, DataLoader[Any]]:
         """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``."""
         try:
-            made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
+            loaders = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{key} cannot be loaded: {in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
-        return made if isinstance(made, tuple) else (None, made)
+        return loaders if isinstance(loaders, tuple) else (None, loaders)
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)

@@ -187,11 +187,11 @@ class Session:
         if self.growth is None:
             return None  # off is stock, its checkpoints included
         controller = self.growth.batch_schedule.controller
-        found = None if self._probed is None else self._probed.found
+        stored = None if self._probed is None else self._probed.stored
         return {
             "batch_size": controller.batch_size,
             "maximum": controller.maximum,
-            "probe": None if found is None else json.dumps(found.to_dict()),
+            "probe": None if stored is None else json.dumps(stored.to_dict()),
             "configured_batch_size": self.run.batch_size,
             "global_step": global_step,
             "random_states": self._random_states,

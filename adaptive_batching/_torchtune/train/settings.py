@@ -77,8 +77,8 @@ def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingC
         value = _plain(cfg, key)
         if value not in (None, {"_component_": None}):
             raise ConfigError(f"{key}={value!r} is for training, and cannot be used in an evaluation; set {key}=null")
-    known = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
-    settings, default = read_settings(known, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
+    sized = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
+    settings, default = read_settings(sized, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
     for key in SECTION if warns else ():
         if key not in _OF_EVALUATION and getattr(settings, key) != getattr(default, key):
             log.warning("adaptive_batching.%s=%s does nothing in an evaluation", key, getattr(settings, key))
@@ -152,10 +152,10 @@ def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
 
 def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
     size = settings.micro_batch_size
-    whole = isinstance(size, Whole) or (not settings.resizes and size == Fixed(cfg.batch_size))
-    if whole and not (settings.enabled and settings.grow_beyond_memory):
+    runs_whole = isinstance(size, Whole) or (not settings.resizes and size == Fixed(cfg.batch_size))
+    if runs_whole and not (settings.enabled and settings.grow_beyond_memory):
         return
-    what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={size}"
+    what = "adaptive_batching.grow_beyond_memory=True" if runs_whole else f"micro_batch_size={size}"
     raise ConfigError(
         f"optimizer_in_bwd=True cannot accumulate micro-batches on several devices ({what}, "
         f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"

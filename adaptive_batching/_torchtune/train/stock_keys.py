@@ -132,15 +132,15 @@ def check_keys(cfg: DictConfig, name: str) -> None:
 def _read_in_any_case(method: Callable[..., Any]) -> Iterator[str]:
     """Yield the keys of ``cfg`` that a method reads as attributes, whatever they hold."""
     [function] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    found: list[ast.AST] = [function]
-    while found:
-        node = found.pop(0)
+    nodes: list[ast.AST] = [function]
+    while nodes:
+        node = nodes.pop(0)
         if isinstance(node, (ast.If, ast.IfExp)):
-            found.append(node.test)
+            nodes.append(node.test)
         elif isinstance(node, ast.BoolOp):
-            found.append(node.values[0])
+            nodes.append(node.values[0])
         else:
-            found += ast.iter_child_nodes(node)
+            nodes += ast.iter_child_nodes(node)
         if _is_key(node):
             yield node.attr  # type: ignore[attr-defined]
 

@@ -13,8 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching._probe.found import Conditions, Found, described, plain, read_stored, store_found, taken_again
 from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_sizes
+from adaptive_batching._probe.stored_probe import (
+    Conditions,
+    StoredProbe,
+    described,
+    plain,
+    read_stored,
+    store_probe,
+    taken_again,
+)
 from tests.support.examples import RESULT
 
 CONDITIONS = Conditions(
@@ -22,7 +30,7 @@ CONDITIONS = Conditions(
     model={"0": {"class": "Decoder", "parameters": 12}}, versions={"torch": "2.13.0"},
     devices={"name": "A", "ranks": 1},
 )  # fmt: skip
-FOUND = Found(RESULT, CONDITIONS, upper=64, tokens=128, forward_cost=7)
+FOUND = StoredProbe(RESULT, CONDITIONS, upper=64, tokens=128, forward_cost=7)
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"settings": {"round_to_power_of_two": False, "memory_limit": None}}, "settings.round_to_power_of_two: True -> F"),
     ({"run": {"optimizer": {"fused": False}, "dtype": "fp32"}}, "run.optimizer.fused: True -> False"),
@@ -33,7 +41,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def again(found: Found, *, stays: bool = False, **given: Any) -> Found | None:
+def again(found: StoredProbe, *, stays: bool = False, **given: Any) -> StoredProbe | None:
     arguments: dict[str, Any] = {"now": CONDITIONS, "upper": 64, "available": 1000, **given}
     return taken_again(found, **arguments, stays=stays, source="it")
 
@@ -75,7 +83,7 @@ def test_a_run_that_goes_on_keeps_what_fits_and_says_that_more_would(caplog: pyt
     assert again(FOUND, stays=True, available=890) is None and "only 0.0 MiB are left" in caplog.text
 
 
-def probed(peak: Any, upper: int, budget: int, *, rounds: bool, predicts: bool) -> Found | None:
+def probed(peak: Any, upper: int, budget: int, *, rounds: bool, predicts: bool) -> StoredProbe | None:
     """Return what a perfect probe finds: the largest candidate that fits."""
     candidates = candidate_sizes(upper, powers_of_two=rounds)
     fitting = [size for size in candidates if peak(size) <= budget]
@@ -86,7 +94,7 @@ def probed(peak: Any, upper: int, budget: int, *, rounds: bool, predicts: bool) 
     predicted = [(each, peak(each)) for each in range(1, 2 * size + 3)] if predicts else []
     measured = [Measurement(1, True, peak(1)), Measurement(size, True, peak(size))]
     result = ProbeResult(size, reason, budget, 10**6, "predict", 1.0, measured, predicted)
-    return Found(result, dataclasses.replace(CONDITIONS, settings={"round_to_power_of_two": rounds}), upper)
+    return StoredProbe(result, dataclasses.replace(CONDITIONS, settings={"round_to_power_of_two": rounds}), upper)
 
 
 def test_what_is_taken_again_is_what_a_probe_would_find() -> None:
@@ -133,8 +141,8 @@ def test_what_is_enough_is_bounded_without_a_probe() -> None:
 
 def test_it_is_stored_and_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "new" / "probe.json"
-    store_found(path, FOUND)
-    assert read_stored(lambda: Found.from_dict(json.loads(path.read_text())), "it") == FOUND
+    store_probe(path, FOUND)
+    assert read_stored(lambda: StoredProbe.from_dict(json.loads(path.read_text())), "it") == FOUND
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -153,7 +161,7 @@ def test_a_damaged_or_foreign_file_is_told_in_one_line(
     caplog.set_level(logging.INFO)
     path = tmp_path / "probe.json"
     path.write_bytes(text.encode("latin-1"))
-    assert read_stored(lambda: Found.from_dict(json.loads(path.read_text())), "it") is None
+    assert read_stored(lambda: StoredProbe.from_dict(json.loads(path.read_text())), "it") is None
     [line] = caplog.messages
     assert line.startswith("probing again: it cannot be read (") and "\n" not in line
     assert read_stored((tmp_path / "missing.json").read_text, "it") is None and len(caplog.messages) == 1

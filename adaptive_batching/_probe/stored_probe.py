@@ -57,7 +57,7 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredProbe:
     """The result of a probe, and what it depends on."""
 
     result: ProbeResult
@@ -103,7 +103,7 @@ class Found:
         size, peak = result.predicted[at] if at >= 0 else (self.samples, result.peak_bytes)
         return larger if max(peak, result.peak_bytes) * max(larger / size, 1) <= available else None
 
-    def within(self, upper: int) -> Found | None:
+    def within(self, upper: int) -> StoredProbe | None:
         """Return this as a probe up to ``upper`` would find it; None if that is to be measured."""
         result = self.result
         if result.batch_size > upper or (self.ends_at_bound and upper > self.upper):
@@ -116,7 +116,7 @@ class Found:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Any) -> Found:
+    def from_dict(cls, values: Any) -> StoredProbe:
         """Rebuild it from :meth:`to_dict`.
 
         Raises:
@@ -134,27 +134,27 @@ class Found:
 
 
 def taken_again(
-    found: Found | None, now: Conditions, upper: int, available: int, *, stays: bool, source: str
-) -> Found | None:
+    stored: StoredProbe | None, now: Conditions, upper: int, available: int, *, stays: bool, source: str
+) -> StoredProbe | None:
     """Return what was found before if it still holds; else None, and say in one line why it does not.
 
     Args:
-        found: What was found; None if nothing was.
+        stored: What was found; None if nothing was.
         now: The conditions of this run.
         upper: Largest size of use in this run.
         available: Bytes that training may take.
         stays: True for a run that goes on: sizes that it has trained with stay, although more would fit now.
         source: Where it was found, for messages.
     """
-    if found is None:
+    if stored is None:
         return None
-    if changes := found.conditions.changes(now):
+    if changes := stored.conditions.changes(now):
         log.info("probing again: %s does not hold, because these changed: %s", source, changes)
         return None
-    bounded = found.within(upper)
+    bounded = stored.within(upper)
     if bounded is None:
-        fewer = upper < found.upper
-        limit = f"found {found.samples}" if fewer else f"looked no further than {found.upper}"
+        fewer = upper < stored.upper
+        limit = f"found {stored.samples}" if fewer else f"looked no further than {stored.upper}"
         log.info("probing again: %s %s, and now %s %d are of use", source, limit, "only" if fewer else "up to", upper)
         return None
     if bounded.peak_bytes > available:
@@ -244,12 +244,12 @@ def read_stored(read: Callable[[], T], source: str) -> T | None:
         return None
 
 
-def store_found(path: Path, found: Found) -> None:
-    """Write ``found`` to ``path`` atomically; log a warning if that fails."""
+def store_probe(path: Path, stored: StoredProbe) -> None:
+    """Write ``stored`` to ``path`` atomically; log a warning if that fails."""
     unfinished = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+        unfinished.write_text(json.dumps(stored.to_dict(), indent=2) + "\n")
         unfinished.replace(path)
     except OSError as error:
         log.warning("the probe's result could not be saved to %s (%s); the next run will probe again", path, error)
