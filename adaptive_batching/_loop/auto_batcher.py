@@ -62,12 +62,15 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
         """
         self._lengths, self._forward = lengths, forward
         results: list[Result] = []
-        while len(results) < len(lengths):
-            self._runner.begin()
-            self._runner.add(range(len(results), len(lengths)))
-            [(part, found)] = self._runner.end()
-            assert len(found) == len(part.samples), (len(found), part)
-            results += found
+        try:
+            while len(results) < len(lengths):
+                self._runner.begin()
+                self._runner.add(range(len(results), len(lengths)))
+                [(part, found)] = self._runner.end()
+                assert len(found) == len(part.samples), (len(found), part)
+                results += found
+        finally:
+            del self._forward  # which may hold what it has computed
         return results
 
     def run_once(self, run: Callable[[], Result]) -> Outcome[Result]:

@@ -63,7 +63,7 @@ def lora(rank: int, *shapes: tuple[int, int]) -> int:
 
 
 ALL = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEY_VALUE)] * 2 + [(HIDDEN, INTERMEDIATE)] * 2 + [(INTERMEDIATE, HIDDEN)]
-LORA_OF_ALL = lora(16, *ALL)
+LORA_OF_ALL, LORA_OF_TWO = lora(16, *ALL), lora(16, (HIDDEN, HIDDEN), (HIDDEN, KEY_VALUE))
 NO_TORCHAO_IN_THE_WAY = "import peft, peft.import_utils; peft.import_utils.is_torchao_available()"
 # Weights, gradients and two moments, of 2 bytes each or of 4
 SIXTEEN_BITS, THIRTY_TWO_BITS = 8 * PARAMETERS, 16 * PARAMETERS
@@ -78,7 +78,19 @@ FAST = [
 ]  # fmt: skip
 SLOW = [
     Script("compiled", SIXTEEN_BITS, 2 * PARAMETERS),
+    Script("accelerate_loop", THIRTY_TWO_BITS, (2 + 4) * PARAMETERS, needs="import accelerate"),  # autocast's copies
+    Script(
+        "accelerate_fsdp2", THIRTY_TWO_BITS / 2, 4 * PARAMETERS / 2 + 10 * EMBEDDINGS, ranks=2, checkpointing=True,
+        needs="import accelerate",
+    ),
     Script("trl_sft", SIXTEEN_BITS, 0, checkpointing=True, needs="import trl"),
+    Script(
+        "trl_dpo", 2 * PARAMETERS + 8 * LORA_OF_ALL, 0, samples=4, checkpointing=True,
+        needs=f"import trl; {NO_TORCHAO_IN_THE_WAY}",
+    ),
+    Script(
+        "peft_lora", 2 * PARAMETERS + 16 * LORA_OF_TWO, 0, samples=4, checkpointing=True, needs=NO_TORCHAO_IN_THE_WAY
+    ),
     Script(  # half a byte of each weight, the embeddings in 32 bits, and a copy of autocast's in 16
         "bitsandbytes_qlora", LINEAR / 2 + 4 * EMBEDDINGS + 4 * LORA_OF_ALL, 2 * EMBEDDINGS + 8 * LORA_OF_ALL,
         checkpointing=True, needs=f"import bitsandbytes; {NO_TORCHAO_IN_THE_WAY}",

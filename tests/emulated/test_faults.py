@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._emulated_device import control
+from adaptive_batching._torchtune.cli.dry_run import load_zeros
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import TuneRun
+from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
+from tests.emulated.test_probe import CONFIGS
+from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.overrides import DOUBLE
+from tests.support.ppo import ppo_run
 
 IN_UPDATE = "error: out of memory in the optimizer's step, which may have updated only some parameters"
 OUTSIDE = "error: out of memory outside a forward or backward, where nothing can run again"
+UPDATED = "error: out of memory in a forward or backward of 4 samples of up to 16 tokens, after its backward"
 VALIDATE = [
     "dataset_val._component_=tests.emulated.samples.Samples", "dataset_val.samples=4", "run_val_every_n_steps=1",
 ]  # fmt: skip
@@ -68,6 +79,27 @@ def test_so_it_is_in_other_recipes_and_with_settings(tune_run: TuneRun, settings
     assert_survived(each)
 
 
+@pytest.mark.slow
+def test_optimizers_in_the_backward_pass_end_in_a_line_once_they_have_updated_a_parameter(tune_run: TuneRun) -> None:
+    with EachAllocationFails(sample_of(80)).in_training() as each:
+        tune_run("full", *ON_CUDA, "optimizer_in_bwd=True", "clip_grad_norm=null")
+    in_forward = [fault.recoveries == 1 and not fault.line for fault in each.faults]
+    first = in_forward.index(False)
+    assert first > 10 and not any(in_forward[first:])
+    assert all(fault.line.startswith((UPDATED, OUTSIDE)) for fault in each.faults[first:])
+
+
+@pytest.mark.slow
+def test_so_it_is_in_ppo(inputs: Path, tmp_path: Path) -> None:
+    few = ["num_steps=4096", "dataset.split=train", "stop_token_ids=[2,3]"]
+    with EachAllocationFails(sample_of(80), repeats=False).in_training() as each:
+        ppo_run(inputs, tmp_path / "out", "device=cuda", "dtype=bf16", *few)
+    for fault in each.faults:
+        in_line = fault.line.startswith((IN_UPDATE, OUTSIDE)) and "\n" not in fault.line
+        assert in_line if fault.line else fault.recoveries == 1, fault
+    assert sum(not fault.line for fault in each.faults) > 40
+
+
 def test_so_it_is_in_a_loop_of_ones_own() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)).cuda()
 
@@ -87,6 +119,48 @@ def test_so_it_is_in_a_loop_of_ones_own() -> None:
     first = survived.index(False)
     assert first > 15 and not any(survived[first:]), [fault.line for fault in each.faults]
     assert all(fault.line.startswith((IN_UPDATE, OUTSIDE)) for fault in each.faults[first:])
+
+
+@pytest.mark.slow
+def test_so_it_is_in_a_model_of_a_billion_parameters(inputs: Path, tmp_path: Path) -> None:
+    cfg: Any = OmegaConf.load(CONFIGS / "llama3_2" / "1B_full_single_device.yaml")
+    cfg.output_dir = str(tmp_path / "out")
+    load_zeros(cfg, tmp_path / "zeros")
+    cfg.tokenizer = {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": f"{inputs}/tokenizer.model"}
+    cfg.dataset = {"_component_": "tests.emulated.samples.Samples", "tokens": 512}
+    cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
+    cfg.update(optimizer_in_bwd=False, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-5, "fused": True})
+    cfg.update(gradient_accumulation_steps=1, log_every_n_steps=10**6, clip_grad_norm=1.0, max_steps_per_epoch=None)
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    with EachAllocationFails(sample_of(200)).in_training() as each:
+        _main("run", "recipes/full_finetune_single_device.py", "--config", str(tmp_path / "config.yaml"))
+    assert_survived(each)
+    assert len(each.faults) == 200
+
+
+@pytest.mark.slow
+def test_so_it_is_in_an_evaluation(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
+    from recipes.eleuther_eval import EleutherEvalRecipe
+
+    make_harness_inputs(tmp_path, inputs)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(EleutherEvalRecipe.stock._LLMEvalWrapper, "max_gen_toks", 8)
+    monkeypatch.setattr(EleutherEvalRecipe.stock, "TaskManager", task_manager)
+    tasks = {"device": "cuda", "dtype": "bf16", "tasks": ["small_letters", "small_answers"], "limit": 4}
+    cfg = OmegaConf.create({**evaluation_config(tmp_path, inputs), **tasks})
+    recipe = EleutherEvalRecipe(cfg)
+    recipe.setup(cfg)
+    each = EachAllocationFails(sample_of(60), repeats=False)
+    with each.watched(), contextlib.suppress(Finished):
+        while True:
+            each.step(recipe.evaluate, recipe.eleuther_model_wrapper._discard)
+    for fault in each.faults:
+        assert (fault.line.startswith("error: out of memory") and "\n" not in fault.line) or fault.recoveries == 1, (
+            fault
+        )
+    assert sum(not fault.line for fault in each.faults) > 50
 
 
 @pytest.mark.parametrize("after", [0, 10])
@@ -172,6 +246,16 @@ def test_a_device_that_is_lost_ends_the_run_and_nothing_runs_again(
     assert found.reruns.number == 0 and len(found.tokens) <= 4
 
 
+def on_two_ranks(inputs: Path, directory: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """Launch runs of ``faults_on_ranks.py`` on both cards of the device that this process is on."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocess.run(
+        [*launch, "tests/emulated/faults_on_ranks.py", str(inputs), str(directory), *names],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("times", "recovered"), [(1, 0), (2, 1)])
 def test_a_device_that_refuses_memory_is_asked_again_before_a_step_runs_again(
     tune_run: TuneRun, times: int, recovered: int
@@ -189,3 +273,46 @@ def test_a_device_that_refuses_memory_is_asked_again_before_a_step_runs_again(
     assert found.reruns.number == 3 * recovered
     assert torch.cuda.memory_stats()["num_alloc_retries"] - retries == 3
     assert len(set(found.tokens)) == 1 and len(set(found.samples)) == 10 * 16
+
+
+def assert_survived_on_both(inputs: Path, directory: Path, *names: str) -> int:
+    """Every rank has run again what any has run out of memory in; return the number of faults."""
+    done = on_two_ranks(inputs, directory, *names)
+    assert done.returncode == 0, done.stdout[-6000:]
+    number = 0
+    for name in names:
+        of_ranks = [json.loads((directory / f"{name}_{rank}.json").read_text()) for rank in (0, 1)]
+        for fault in [fault for found in of_ranks for fault in found["faults"]]:
+            if fault["number"] < of_ranks[0]["before_update"]:
+                assert (fault["recoveries"], fault["line"]) == (1, ""), (name, fault)
+            else:
+                assert fault["line"].startswith((IN_UPDATE, OUTSIDE)) and "\n" not in fault["line"], (name, fault)
+        number += len(of_ranks[0]["faults"])
+    return number
+
+
+@pytest.mark.slow
+def test_each_allocation_of_a_step_on_one_rank_of_two_is_survived_or_ends_in_one_line(
+    inputs: Path, tmp_path: Path
+) -> None:
+    assert assert_survived_on_both(inputs, tmp_path, "full_on_1") > 400
+
+
+@pytest.mark.slow
+def test_so_it_is_on_the_other_on_both_and_in_other_recipes(inputs: Path, tmp_path: Path) -> None:
+    names = ["full_on_0", "full_on_both", "split", "checkpointing", "lora", "lora_dpo", "kd"]
+    assert assert_survived_on_both(inputs, tmp_path, *names) > 200
+
+
+def test_an_update_that_runs_out_of_memory_on_one_rank_ends_both_in_one_line(inputs: Path, tmp_path: Path) -> None:
+    done = on_two_ranks(inputs, tmp_path, "update_on_1")
+    assert done.returncode != 0
+    assert done.stdout.count(IN_UPDATE) == 1
+    assert "Traceback" not in done.stdout.split("torch/distributed/elastic")[0], done.stdout[-6000:]
+
+
+@pytest.mark.slow
+def test_a_collective_that_never_ends_is_ended_by_the_watchdog(inputs: Path, tmp_path: Path) -> None:
+    done = on_two_ranks(inputs, tmp_path, "hang")
+    assert done.returncode != 0
+    assert "Watchdog caught collective operation timeout" in done.stdout

@@ -24,6 +24,11 @@ Test = TypeVar("Test", bound=Callable[..., None])
 SECONDS = 900
 
 
+def with_root() -> str:
+    """Return the PYTHONPATH of a child that finds this project, and what this process was started with."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def run_launch(which: str, inputs: Path, directory: Path) -> bool:
     """Run a launch, whose cases that end a rank take processes of their own; True if it went well."""
     from tests.integration.two_ranks import fatal_cases

@@ -84,6 +84,31 @@ def with_batch_norm() -> Any:
     return model.eval()
 
 
+class Codebook(nn.Module):
+    """Vectors that follow what is nearest to them, by a moving average in forward, as in VQ-VAE."""
+
+    vectors: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("vectors", torch.randn(4, size, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # [b, c]
+        nearest = torch.cdist(hidden, self.vectors).argmin(1)
+        found = self.vectors[nearest]
+        if self.training:
+            with torch.no_grad():
+                for index in nearest.unique().tolist():
+                    self.vectors[index].lerp_(hidden[nearest == index].mean(0), 0.1)
+        return hidden + (found - hidden).detach() * 0.5
+
+
+def with_codebook() -> Any:
+    model = classes()
+    model.dropout = Codebook(32)
+    return model
+
+
 class Centred(nn.Module):
     """Subtracts an average over all batches so far, an attribute that is no buffer."""
 
@@ -111,6 +136,17 @@ def dynamic_rope() -> Any:
     )  # fmt: skip
 
 
+def tied() -> Any:
+    return llama(tie_word_embeddings=True)
+
+
+def on_two_devices() -> Any:
+    """A model as ``from_pretrained(device_map="auto")`` spreads it over GPUs."""
+    model = llama()
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    return model
+
+
 def frozen() -> Any:
     model = llama()
     for parameter in model.model.layers[0].parameters():
@@ -125,6 +161,15 @@ def with_lora() -> Any:
     torch.manual_seed(0)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     return peft.get_peft_model(llama(), settings)
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            num_key_value_heads=2, pad_token_id=0, num_local_experts=4, num_experts_per_tok=2, **trainers.SIZES
+        )
+    )
 
 
 def bert(**settings: Any) -> Any:
@@ -205,6 +250,28 @@ def collate_targets(samples: list[Features]) -> Features:
     return batch
 
 
+def class_weights_of_tokens(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    return F.cross_entropy(*shifted(model, inputs), weight=torch.linspace(0.2, 3, trainers.VOCABULARY))
+
+
+def label_smoothing(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    logits, labels = shifted(model, inputs)
+    chances, is_target = logits.log_softmax(-1), labels != IGNORED
+    found = -0.9 * chances.gather(1, labels.clamp(min=0)[:, None])[:, 0] - 0.1 * chances.mean(-1)
+    return (found * is_target).sum() / is_target.sum()
+
+
+def focal(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    losses = of_tokens(model, inputs)
+    return ((1 - (-losses).exp()) ** 2 * losses).sum() / (inputs["labels"][:, 1:] != IGNORED).sum()
+
+
+def token_weights_of_targets(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """Weights of tokens, and a mean over their number."""
+    losses, labels = of_tokens(model, inputs), inputs["labels"][:, 1:].flatten()
+    return (losses * (1 + labels % 3)).sum() / (labels != IGNORED).sum()
+
+
 def token_weights_of_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     """Weights of tokens, and a mean over these."""
     losses, labels = of_tokens(model, inputs), inputs["labels"][:, 1:].flatten()
@@ -212,9 +279,22 @@ def token_weights_of_weights(trainer: Any, model: Any, inputs: Features) -> torc
     return (losses * weights).sum() / weights.sum()
 
 
+def last_token(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    last, rows = inputs["attention_mask"].sum(1) - 1, torch.arange(len(logits))
+    return F.cross_entropy(logits[rows, last - 1], inputs["input_ids"][rows, last])
+
+
 def mean_of_padded(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     """A mean over all places, those of padding included, as in scripts that forget to mask."""
     return of_tokens(model, inputs).mean()
+
+
+def mean_of_means(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """Each sample's mean over its tokens, and the mean of these."""
+    is_target = inputs["labels"][:, 1:] != IGNORED
+    losses = of_tokens(model, inputs).view_as(is_target)
+    return (losses.sum(1) / is_target.sum(1)).mean()
 
 
 def decay(model: Any) -> torch.Tensor:
@@ -234,11 +314,76 @@ class DecayedTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
+def two_means(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """A mean over tokens and one over samples."""
+    outputs = model(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True
+    )  # fmt: skip
+    of_text = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+    mask = inputs["attention_mask"][..., None]
+    pooled = (outputs.hidden_states[-1] * mask).sum(1) / mask.sum(1)
+    return of_text + (pooled.square().mean(1) - inputs["attention_mask"].sum(1) / 24).square().mean()
+
+
+class DistillingTrainer(Trainer):  # type: ignore[misc]
+    """Has its teacher in an attribute, and a mean over targets of how far the student is from it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(7)
+        self.teacher = transformers.LlamaForCausalLM(self.model.config)
+
+    over_padding = False
+
+    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
+        self.teacher.eval()
+        student, labels = shifted(model, inputs)
+        with torch.no_grad():
+            teacher, _ = shifted(self.teacher, inputs)
+        of = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+        is_target = torch.ones_like(labels) if self.over_padding else labels != IGNORED
+        loss = F.cross_entropy(student, labels) + (of * is_target).sum() / is_target.sum()
+        return (loss, {}) if return_outputs else loss
+
+
+class PaddedDistillingTrainer(DistillingTrainer):
+    over_padding = True  # reduction="batchmean" of all tokens
+
+
+class BalancingTrainer(Trainer):  # type: ignore[misc]
+    """Adds the loss that balances experts by hand, with ``output_router_logits`` off in the config."""
+
+    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        outputs = model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_router_logits=True
+        )  # fmt: skip
+        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        loss = loss + 0.02 * load_balancing_loss_func(outputs.router_logits, 4, 2, inputs["attention_mask"])
+        return (loss, outputs) if return_outputs else loss
+
+
 # --- losses over samples: of logits [b, c] and labels [b]
 
 
 def logits_of(model: Any, inputs: Features) -> torch.Tensor:
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits  # type: ignore[no-any-return]
+
+
+def class_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """The forum's class-weighted loss, a mean over weights."""
+    return F.cross_entropy(logits_of(model, inputs), inputs["labels"], weight=torch.tensor([0.2, 1.0, 5.0]))
+
+
+def focal_of_classes(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    losses = F.cross_entropy(logits_of(model, inputs), inputs["labels"], reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def sample_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    losses = F.cross_entropy(logits_of(model, inputs), inputs["labels"], reduction="none")
+    return (losses * inputs["weights"]).mean()
 
 
 def sample_weights_of_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
@@ -263,6 +408,57 @@ def r_drop(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     one, other = logits_of(model, inputs), logits_of(model, inputs)
     apart = F.kl_div(one.log_softmax(-1), other.log_softmax(-1), log_target=True, reduction="batchmean")
     return F.cross_entropy(one, inputs["labels"]) + F.cross_entropy(other, inputs["labels"]) + apart
+
+
+def mixup(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    share, order = float(np.random.beta(0.4, 0.4)), torch.randperm(len(inputs["labels"]))
+    words = model.get_input_embeddings()(inputs["input_ids"])
+    mixed = share * words + (1 - share) * words[order]
+    logits = model(inputs_embeds=mixed, attention_mask=torch.ones_like(inputs["attention_mask"])).logits
+    labels = inputs["labels"]
+    return share * F.cross_entropy(logits, labels) + (1 - share) * F.cross_entropy(logits, labels[order])
+
+
+class CentersTrainer(Trainer):  # type: ignore[misc]
+    """Center loss: each class has a centre, which follows its samples."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.centers = torch.zeros(3, 3)
+
+    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
+        logits, labels = logits_of(model, inputs), inputs["labels"]
+        loss = F.cross_entropy(logits, labels) + (logits - self.centers[labels]).square().sum(1).mean()
+        with torch.no_grad():
+            for label in labels.unique().tolist():
+                self.centers[label] += 0.5 * (logits[labels == label].mean(0) - self.centers[label])
+        return (loss, {}) if return_outputs else loss
+
+
+def gradient_penalty(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """How far the gradient of each sample's largest logit by its words is from one."""
+    words = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    logits = model(inputs_embeds=words, attention_mask=inputs["attention_mask"]).logits
+    (slopes,) = torch.autograd.grad(logits.square().sum(), words, create_graph=True)
+    return F.cross_entropy(logits, inputs["labels"]) + (slopes.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+def two_heads(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    logits = logits_of(model, inputs)
+    return F.cross_entropy(logits, inputs["labels"]) + F.mse_loss(logits[:, 0], inputs["attention_mask"].sum(1) / 24)
+
+
+def in_numbers(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """A loss that reads its own value on the host, as scripts do that print it or branch by it."""
+    loss = F.cross_entropy(logits_of(model, inputs), inputs["labels"])
+    return loss * 2 if loss.item() > 1e6 else loss
+
+
+def entropy_of_batch(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """Rewards batches that use all classes, by the entropy of their mean prediction."""
+    logits = logits_of(model, inputs)
+    mean = logits.softmax(-1).mean(0)
+    return F.cross_entropy(logits, inputs["labels"]) + (mean * mean.log()).sum()
 
 
 def hardest(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
@@ -292,6 +488,46 @@ class TwiceTrainer(Trainer):  # type: ignore[misc]
         return super().training_step(model, dict(inputs), *rest) + super().training_step(model, dict(inputs), *rest)  # type: ignore[no-any-return]
 
 
+class AdversarialTrainer(Trainer):  # type: ignore[misc]
+    """FGM: a second step where embeddings have moved along the gradient of the first."""
+
+    def training_step(self, model: Any, inputs: Features, *rest: Any) -> torch.Tensor:
+        loss = super().training_step(model, dict(inputs), *rest)
+        words = model.get_input_embeddings().weight
+        kept = words.detach().clone()
+        with torch.no_grad():
+            words.add_(words.grad / words.grad.norm())
+        super().training_step(model, dict(inputs), *rest)
+        with torch.no_grad():
+            words.copy_(kept)
+        return loss  # type: ignore[no-any-return]
+
+
+class ScaledStepTrainer(Trainer):  # type: ignore[misc]
+    """Doubles the gradient after Trainer's step."""
+
+    def training_step(self, model: Any, inputs: Features, *rest: Any) -> torch.Tensor:
+        loss = super().training_step(model, inputs, *rest)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        return loss  # type: ignore[no-any-return]
+
+
+class GroupsTrainer(Trainer):  # type: ignore[misc]
+    """Has groups of its own in its optimizer."""
+
+    optimizer: Any
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            head = [p for name, p in self.model.named_parameters() if "lm_head" in name]
+            body = [p for name, p in self.model.named_parameters() if "lm_head" not in name]
+            groups: list[dict[str, Any]] = [{"params": head, "lr": 0.2}, {"params": body}]
+            self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+        return self.optimizer
+
+
 class SummingTrainer(Trainer):  # type: ignore[misc]
     """Sums its loss in an attribute, and logs the mean of its own."""
 
@@ -311,6 +547,26 @@ class SummingTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *rest)
 
 
+class ListingTrainer(SummingTrainer):
+    """Appends its loss to a list, which is None until the first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[torch.Tensor] | None = None
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = Trainer.compute_loss(self, *args, **kwargs)
+        self.losses = [] if self.losses is None else self.losses
+        self.losses.append((found[0] if isinstance(found, tuple) else found).detach())
+        return found
+
+    def log(self, logs: dict[str, float], *rest: Any) -> None:
+        if self.losses:
+            logs["own"] = torch.stack(self.losses).mean().item()
+            self.losses = None
+        Trainer.log(self, logs, *rest)
+
+
 # --- collators and data
 
 
@@ -318,6 +574,17 @@ def popping(samples: list[Features]) -> Features:
     """Takes fields out of the samples, which then have none."""
     labels = [sample.pop("labels") for sample in samples]
     return trainers.collate([{**sample, "labels": each} for sample, each in zip(samples, labels, strict=True)])
+
+
+def padding_in_place(samples: list[Features]) -> Features:
+    """Makes the lists of the samples longer."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    for sample in samples:
+        more = longest - len(sample["input_ids"])
+        sample["attention_mask"] = [1] * len(sample["input_ids"]) + [0] * more
+        sample["input_ids"] += [0] * more
+        sample["labels"] += [IGNORED] * more
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
 
 
 class Copied(list[Features]):
@@ -361,6 +628,14 @@ def one_length(sample: Features) -> Features:
     return {"input_ids": ids, "labels": ids}
 
 
+def one_class(sample: Features) -> Features:
+    return {**sample, "input_ids": [3, *sample["input_ids"][1:]]}
+
+
+def one_weight(sample: Features) -> Features:
+    return {**sample, "input_ids": [*sample["input_ids"][:-1], 7]}
+
+
 def of_one_length() -> list[Features]:
     found = trainers.make_data(NUM_SAMPLES)
     return [{"input_ids": [*each["input_ids"] * 9][:24], "labels": [*each["input_ids"] * 9][:24]} for each in found]
@@ -379,6 +654,16 @@ def without_targets(share: int) -> Callable[[], list[Features]]:
     return data
 
 
+class Lengthy(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Has a length, and no items."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Any:
+        return iter(trainers.make_data(NUM_SAMPLES))
+
+
 # --- the habits
 
 REFUSED = "."
@@ -386,34 +671,77 @@ REFUSED = "."
 
 HABITS: Mapping[str, Habit] = {
     "Llama": Habit(making()),
+    "tied weights": Habit(making(tied)),
+    "frozen layers": Habit(making(frozen)),
     "gradient checkpointing": Habit(making(gradient_checkpointing=True)),
+    "a model on two devices": Habit(making(on_two_devices), "device_map"),
+    "groups in the optimizer": Habit(making(kind=GroupsTrainer)),
     "LoRA with a head that is trained": Habit(making(with_lora)),
     "NEFTune": Habit(making(neftune_noise_alpha=5.0), draws=True),
     "dynamic rotary frequencies": Habit(making(dynamic_rope, data=of_one_length)),
     "dynamic rotary frequencies of unlike lengths": Habit(making(dynamic_rope), REFUSED),
     "batch norm": Habit(making(with_batch_norm, collator=trainers.collate_classes), "batch"),
+    "a codebook that follows its input": Habit(making(with_codebook, collator=trainers.collate_classes), REFUSED),
     "an average in an attribute": Habit(making(with_attribute, collator=trainers.collate_classes), REFUSED),
     "mean of tokens": Habit(computing(mean_of_tokens)),
+    "targets of another name": Habit(computing(other_name, collator=collate_targets, remove_unused_columns=False)),
     "targets of another name, one length at first": Habit(
         computing(other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)),
         REFUSED,
     ),
+    "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
+    "weights of samples, one weight at first": Habit(
+        of_classes(sample_weights_of_weights, collator=collate_weights, data=alike_at_first(one_weight))
+    ),
+    "class weights": Habit(of_classes(class_weights), REFUSED),
+    "class weights of tokens": Habit(computing(class_weights_of_tokens), REFUSED),
+    "label smoothing by hand": Habit(computing(label_smoothing)),
+    "focal loss": Habit(of_classes(focal_of_classes)),
+    "focal loss of tokens": Habit(computing(focal)),
+    "weights of tokens over their number": Habit(computing(token_weights_of_targets)),
     "weights of tokens over their sum": Habit(computing(token_weights_of_weights), REFUSED),
+    "weights of samples over their number": Habit(of_classes(sample_weights, collator=collate_weights)),
     "weights of samples over their sum": Habit(of_classes(sample_weights_of_weights, collator=collate_weights)),
+    "last token": Habit(computing(last_token)),
     "mean over padding": Habit(computing(mean_of_padded), REFUSED),
+    "mean of means": Habit(computing(mean_of_means)),
     "L2 of weights and a mean": Habit(computing(decayed_mean)),
     "L2 of weights and Trainer's sum": Habit(making(kind=DecayedTrainer)),
+    "two means over different numbers": Habit(computing(two_means), REFUSED),
+    "two heads": Habit(of_classes(two_heads)),
+    "distillation": Habit(making(kind=DistillingTrainer)),
+    "distillation over padding": Habit(making(kind=PaddedDistillingTrainer), REFUSED),
+    "experts balanced by hand": Habit(making(experts, kind=BalancingTrainer), REFUSED),
     "contrastive": Habit(of_classes(contrastive), REFUSED),
     "R-Drop": Habit(of_classes(r_drop, lambda: classes(hidden_dropout_prob=0.2), kind=AveragingTrainer), draws=True),
+    "mixup": Habit(of_classes(mixup), REFUSED),
+    "center loss": Habit(making(classes, kind=CentersTrainer, collator=trainers.collate_classes), REFUSED),
+    "gradient penalty": Habit(of_classes(gradient_penalty, lambda: classes(attn_implementation="eager"))),
+    "a loss that is read": Habit(of_classes(in_numbers)),
+    "entropy of a batch": Habit(of_classes(entropy_of_batch), REFUSED),
     "the hardest half": Habit(of_classes(hardest), REFUSED),
     "a step of its own": Habit(making(kind=OwnStepTrainer), REFUSED),
+    "a step of its own of classes": Habit(
+        making(classes, kind=OwnStepTrainer, collator=trainers.collate_classes), REFUSED
+    ),
     "two steps": Habit(making(kind=TwiceTrainer)),
+    "two steps of classes": Habit(making(classes, kind=TwiceTrainer, collator=trainers.collate_classes)),
+    "adversarial": Habit(making(classes, kind=AdversarialTrainer, collator=trainers.collate_classes), REFUSED),
+    "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
     "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes)),
+    "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes)),
     "a collator that pops": Habit(making(collator=popping, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))),
+    "a collator that pads in place": Habit(
+        making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
+    ),
     "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
     "data that draw": Habit(making(data=lambda: Drawing(trainers.make_data(NUM_SAMPLES)))),
     "every fifth sample has targets": Habit(making(data=without_targets(5))),
+    "every fifth sample has targets, and a mean": Habit(making(bert, data=without_targets(5))),
     "no sample has targets": Habit(making(data=without_targets(0)), "target"),
+    "no sample has targets, and a mean": Habit(making(bert, data=without_targets(0)), "target"),
+    "data with a length and no items": Habit(making(data=Lengthy), "a length and no items"),
+    "T5": Habit(making(trainers.make_t5)),
 }
 
 
@@ -451,6 +779,10 @@ def of_trl(
     return make
 
 
+def wide() -> Any:
+    return llama(initializer_range=0.3)
+
+
 def with_prompts(samples: list[Features]) -> Features:
     batch = trainers.collate(samples)
     return {**batch, "prompts": batch["input_ids"][:, :1], "prompt_attention_mask": batch["attention_mask"][:, :1]}
@@ -484,29 +816,27 @@ ROWS: dict[str, Callable[[], list[Features]]] = {
 }
 
 OF_TRL: Mapping[str, Habit] = {
+    "SFT": Habit(of_trl("SFT", "texts")),
     "SFT of answers": Habit(of_trl("SFT", "answers")),
-    "DPO with aot": Habit(
-        of_trl("DPO", reference=llama, loss_type=["sigmoid", "aot"]), "loss_type='aot' of DPOTrainer .*'sigmoid'"
-    ),
+    "DPO": Habit(of_trl("DPO", reference=llama)),
+    "DPO with aot": Habit(of_trl("DPO", reference=llama, loss_type=["aot"], learning_rate=1.0), REFUSED),
+    "DPO with aot and another reference": Habit(of_trl("DPO", reference=wide, loss_type=["aot"]), REFUSED),
     "DPO with aot_unpaired": Habit(
-        of_trl("DPO", reference=llama, loss_type=["aot_unpaired"]), "loss_type='aot_unpaired' of DPO"
+        of_trl("DPO", reference=llama, loss_type=["aot_unpaired"], learning_rate=1.0), REFUSED
     ),
+    "DPO with bco_pair": Habit(of_trl("DPO", reference=llama, loss_type=["bco_pair"])),
     "DPO with a mean of tokens": Habit(of_trl("DPO", reference=llama, loss_type=["sigmoid", "sft"]), REFUSED),
-    "KTO": Habit(
-        of_trl("KTO", "rated", reference=llama),
-        "loss_type='kto' of KTOTrainer compares samples of a batch .*'apo_zero_unpaired'",
-    ),
+    "KTO": Habit(of_trl("KTO", "rated", reference=llama, learning_rate=1.0), REFUSED),
+    "KTO with another reference": Habit(of_trl("KTO", "rated", reference=wide, beta=1.0), REFUSED),
     "KTO without KL": Habit(of_trl("KTO", "rated", reference=llama, loss_type="apo_zero_unpaired")),
     "CPO": Habit(of_trl("experimental.cpo.CPO"), REFUSED),
+    "ORPO": Habit(of_trl("experimental.orpo.ORPO"), REFUSED),
     "GKD": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=0.0), draws=True),
     "OnlineDPO": Habit(
         of_trl("experimental.online_dpo.OnlineDPO", "prompts", reference=llama, max_new_tokens=4, max_length=64),
-        "OnlineDPOTrainer makes its batches while training",
+        "while training|generat",
     ),
-    "GKD that generates": Habit(
-        of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4),
-        r"GKDTrainer with lmbda=1\.0, seq_kd=False makes its batches while training",
-    ),
+    "GKD that generates": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4), "generat"),
 }
 """Habits that need TRL."""
 

@@ -155,7 +155,9 @@ def test_a_habit_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> No
     check(HABITS[name], tmp_path, HABITS[name].size)
 
 
-@pytest.mark.parametrize("name", ["dynamic rotary frequencies", "a sum in an attribute", "data that draw"])
+@pytest.mark.parametrize(
+    "name", ["dynamic rotary frequencies", "a sum in an attribute", "a list in an attribute", "data that draw"]
+)
 def test_a_probe_leaves_a_stranger_as_it_was(name: str, tmp_path: Path) -> None:
     check(HABITS[name], tmp_path, "auto")
 
@@ -194,6 +196,44 @@ def test_a_habit_on_two_devices_trains_as_before_or_is_refused(name: str, ranks:
 # --- what Trainer shows to others
 
 
+def test_loaders_hand_out_batches_and_asking_for_one_runs_nothing(tmp_path: Path) -> None:
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *args: Any, train_dataloader: Any, **kwargs: Any) -> None:
+            seen["of a callback"] = next(iter(train_dataloader))
+
+    seen: dict[str, Any] = {}
+    data = trainers.make_data(24)
+    ours = trainers.make_trainer(
+        tmp_path, AdaptiveArguments(micro_batch_size="auto"), data=data, eval_dataset=data, max_steps=1
+    )
+    watched = trainers.OutOfMemory(ours.model, 10**9)
+    seen["of training"] = next(iter(ours.get_train_dataloader()))
+    seen["of evaluation"] = next(iter(ours.get_eval_dataloader()))
+    assert not watched.forwards
+    ours.add_callback(Looks())
+    ours.train()
+    assert {name: len(batch["input_ids"]) for name, batch in seen.items()} == dict.fromkeys(seen, 8)
+    assert len(seen) == 3
+
+
+def test_the_longest_target_of_an_encoder_decoder_is_probed(tmp_path: Path) -> None:
+    data = trainers.make_data(40)
+    for index, sample in enumerate(data):
+        sample["labels"] = [5] * (60 if index == 38 else 4)
+    ours = trainers.make_trainer(
+        tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=trainers.make_t5(), data=data, max_steps=1
+    )
+    longest: list[int] = []
+
+    def note(model: Any, args: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            longest.append(inputs["labels"].shape[1])
+
+    ours.model.register_forward_pre_hook(note, with_kwargs=True)
+    ours.adaptive.find()
+    assert max(longest) == 60
+
+
 def test_where_accumulation_adds_means_up_the_line_that_says_so_names_the_factor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +263,10 @@ def sum_and_number(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return model(**batch).loss * number, number
 
 
+def mean_times_samples(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    return model(**batch).loss * len(batch["labels"]), len(batch["labels"])
+
+
 def gradient_of(model: Any) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
@@ -244,6 +288,19 @@ def test_accelerate_that_accumulates_takes_the_gradient_of_all_samples_or_is_ref
         assert "gradient_accumulation_steps" in str(error)
     else:
         torch.testing.assert_close(gradient_of(model), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("alike", [0, 16])
+def test_a_mean_times_samples_stops_a_plain_loop(alike: int) -> None:
+    samples = trainers.make_data(96)
+    samples[:alike] = [{"input_ids": [index % 90 + 1] * 10, "labels": [7] * 10} for index in range(alike)]
+    _, step = make_step(mean_times_samples)
+    taken = 0
+    with pytest.raises(ConfigError, match=r"add up|off that of the same batch"):
+        for start in range(0, 96, 8):
+            step(samples[start : start + 8])
+            taken += 1
+    assert alike or not taken, "before any step, where the samples of the first tell"
 
 
 def test_a_loss_that_sums_itself_in_an_attribute_has_the_mean_of_its_own() -> None:
