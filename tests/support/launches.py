@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 from tests.support.environment import TAME_MALLOC
 from tests.support.processes import FORKED
 
