@@ -27,7 +27,7 @@ from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 from adaptive_batching._torchtune.stock.data import STATE_KEY
 from adaptive_batching._torchtune.stock.host import learning_rate_holder
 from adaptive_batching._torchtune.stock.loading import replaced_in
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, memory_size
 
 _FULL_MESSAGES = (
     "No space left on device",
@@ -118,7 +118,7 @@ def saved_as(name: str, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
         what_stands = _what_stands_of_steps if name.startswith("step_") else _what_stands_of_epochs
         raise CheckpointError(
             f"the checkpoint of {name.replace('_', ' ')} cannot be written: the disk of output_dir={str(full)!r} is "
-            f"full, with {free / 2**20:,.0f} MiB free after removing the incomplete checkpoint. "
+            f"full, with {memory_size(free)} free after removing the incomplete checkpoint. "
             f"{what_stands(output_dirs[0])}"
         ) from None
 
