@@ -66,9 +66,9 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
             while len(results) < len(lengths):
                 self._runner.begin()
                 self._runner.add(range(len(results), len(lengths)))
-                [(part, found)] = self._runner.end()
-                assert len(found) == len(part.samples), (len(found), part)
-                results += found
+                [(part, answers)] = self._runner.end()
+                assert len(answers) == len(part.samples), (len(answers), part)
+                results += answers
         finally:
             del self._forward  # which may hold what it has computed
         return results

@@ -130,9 +130,9 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         few = max(self._parallel.ranks.gather(few), key=len)
         if len(few) < 2:
             return None
-        found = self._first_found(partial(self._what_does_not_add_up, few))
-        self._parts_add_up = found is None
-        return found
+        module = self._first_named(partial(self._what_does_not_add_up, few))
+        self._parts_add_up = module is None
+        return module
 
     def _what_does_not_add_up(self, few: list[Sample]) -> str | None:
         """Run groups of a few samples, and their union, and name what makes the difference."""
@@ -161,10 +161,10 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             return module
         if losses.add_up:
             return f"loss, which is another in a second forward of the same samples (by {100 * losses.change:.2g} %),"
-        parts, whole = losses.runs[0]
+        groups_alone, together = losses.runs[0]
         in_words = "({:g}, {:g}) for samples in groups, and ({:g}, {:g}) for all of them together"
         drawn = " and draws random numbers of its own" if losses.are_drawn else ""
-        return f"loss, which is {in_words.format(*map(math.fsum, zip(*parts, strict=True)), *whole)}{drawn},"
+        return f"loss, which is {in_words.format(*map(math.fsum, zip(*groups_alone, strict=True)), *together)}{drawn},"
 
     def _values_of(self, part: list[Sample]) -> tuple[float, float]:
         """Return the sum of the losses of ``part`` and their number, the same on ranks that share its forward."""
@@ -173,15 +173,15 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         shares = self._parallel.ranks.size > 1 and sharded_roots(self._model)
         return self._parallel.ranks.gather(values)[0] if shares else values
 
-    def _first_found(self, find: Callable[[], str | None]) -> str | None:
-        """Return what ``find`` has found on the first rank where it found something."""
+    def _first_named(self, find: Callable[[], str | None]) -> str | None:
+        """Return what ``find`` names on the first rank where it names something."""
         roots = sharded_roots(self._model)
         if roots:  # a rank that fails leaves the others within a forward: to tell them, it has to end
-            found = self._parallel.ranks.gather(find())
+            names = self._parallel.ranks.gather(find())
             end_forward(roots)
         else:
-            found = self._parallel.ranks.all_results(find)
-        return next((each for each in found if each is not None), None)
+            names = self._parallel.ranks.all_results(find)
+        return next((name for name in names if name is not None), None)
 
 
 def nonzero(number: torch.Tensor) -> torch.Tensor:

@@ -218,14 +218,14 @@ class AdaptiveStep(Generic[Sample]):
         """
 
         device, ranks = device_of(self._model), self._parallel.ranks
-        whole = self._parallel.without_ddp(self._model)
+        unwrapped = self._parallel.without_ddp(self._model)
 
         def forward_backward(model: nn.Module, batch: Any) -> None:
             total, number = run_forward(self._loss, model, batch)
             (total / number).backward()  # type: ignore[no-untyped-call]
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
-            is_real = model is whole
+            is_real = model is unwrapped
             of_batch = partial(forward_backward, self._model if is_real else model)
 
             def run(batch: Any) -> None:
@@ -245,7 +245,7 @@ class AdaptiveStep(Generic[Sample]):
 
         self._parallel.record(lambda: forward_backward(self._model, collated([sample], self._collate)), device)
         step = TrainingStep(
-            whole, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
+            unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
             owners=[self._loss], on_cuda=device.type == "cuda",
         )  # fmt: skip
         rounds = settings.round_to_power_of_two

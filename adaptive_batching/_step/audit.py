@@ -78,11 +78,11 @@ class Audit:
         parameters = self._work.parameters()
         with rehearsal(self._state.owners, parameters[0].device, parameters) as start_over:
             together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
-            found = gradient_error(parameters, together, apart, start_over)
-        if not self._ranks.all(found is not None):
+            compared = gradient_error(parameters, together, apart, start_over)
+        if not self._ranks.all(compared is not None):
             return False
-        assert found is not None
-        error, rounding = map(self._ranks.largest, found)
+        assert compared is not None
+        error, rounding = map(self._ranks.largest, compared)
         if error > rounding:
             raise ConfigError(
                 f"the gradient of a batch in two parts is {100 * min(error, 1):.2g} % off that of the same batch in "

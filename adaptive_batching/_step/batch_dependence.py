@@ -58,8 +58,8 @@ def find_batch_dependent_module(
     with rehearsal([model, *owners], device) as start_over:
         expected = _record(model, run, first, num_samples)
         start_over()
-        found = _record(model, run, second, num_samples)
-    for call, rows in found.items():  # children finish before their parents
+        outputs = _record(model, run, second, num_samples)
+    for call, rows in outputs.items():  # children finish before their parents
         went_in, came_out = map(_difference, rows, expected.get(call, ([], [])))
         if went_in is None or came_out is None:
             continue  # a parent will show it
@@ -123,12 +123,12 @@ def _difference(rows: _Rows, expected: _Rows) -> float | None:
     """
     if not rows or [row.shape for row in rows] != [row.shape for row in expected]:
         return None
-    found = []
+    differences = []
     for values in zip(rows, expected, strict=True):
         pair = torch.stack(values)
         pair = (torch.view_as_real(pair) if pair.is_complex() else pair).double()
         changed = ~pair[0].isclose(pair[1], rtol=0, atol=0, equal_nan=True)
         change = (pair[0] - pair[1])[changed].abs().nan_to_num(nan=math.inf).sum()
         scale = pair[pair.isfinite()].abs().sum() / 2
-        found.append(float(change / scale) if change > 0 else 0.0)
-    return max(found)
+        differences.append(float(change / scale) if change > 0 else 0.0)
+    return max(differences)

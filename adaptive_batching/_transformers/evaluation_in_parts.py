@@ -85,13 +85,13 @@ class EvaluationInParts:
         if len(parts) == 1:
             return parts[0].predicted
         losses, logits, labels = zip(*(part.predicted for part in parts), strict=True)
-        found = LossKind(False, "samples")
+        of_loss = LossKind(False, "samples")
         if losses[0] is not None:
-            found = self._kind = self._kind or kind()
-        weights = [float(found.count(part.batch, len(part.samples))) for part in parts]
+            of_loss = self._kind = self._kind or kind()
+        weights = [float(of_loss.count(part.batch, len(part.samples))) for part in parts]
         _weigh_metrics(self._trainer, before, weights)
         order = [part.samples for part in parts]
-        of_all = found.takes_number and self._number_was_asked_for
+        of_all = of_loss.takes_number and self._number_was_asked_for
         loss = _sum(losses, [1.0] * len(losses)) if of_all else _mean(losses, weights)
         return loss, _joined(logits, order), _joined(labels, order)
 
@@ -105,24 +105,24 @@ class EvaluationInParts:
         batch = collated(samples, trainer.data_collator)
         number = trainer._get_num_items_in_batch([batch], trainer.args.device)
 
-        def known(*args: Any, **kwargs: Any) -> Any:
+        def number_of_all(*args: Any, **kwargs: Any) -> Any:
             self._number_was_asked_for = number is not None
             return number
 
-        with replaced(trainer, _get_num_items_in_batch=known):
+        with replaced(trainer, _get_num_items_in_batch=number_of_all):
             yield
 
 
 def _mean(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
     """Return the mean of the losses of parts, each by its number of targets or samples."""
     total = sum(weights) or 1.0
-    return _sum(losses, [each / total for each in weights])
+    return _sum(losses, [weight / total for weight in weights])
 
 
 def _sum(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
     if any(loss is None for loss in losses):
         return None
-    counted = [loss * each for loss, each in zip(losses, weights, strict=True) if each]
+    counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
     return torch.stack(counted).sum() if counted else losses[0]
 
 
@@ -137,11 +137,11 @@ def _weigh_metrics(trainer: Any, before: Mapping[tuple[str, str], int], weights:
     total = sum(weights)
     for mode, counted in getattr(trainer, "_metrics", {}).items():
         for key, values in counted.items():
-            known = values[: before.get((mode, key), 0)]
-            new = values[len(known) :]
+            earlier = values[: before.get((mode, key), 0)]
+            new = values[len(earlier) :]
             if len(new) == len(weights) and total:
-                mean = sum(value * each for value, each in zip(new, weights, strict=True)) / total
-                counted[key] = [*known, mean]
+                mean = sum(value * weight for value, weight in zip(new, weights, strict=True)) / total
+                counted[key] = [*earlier, mean]
 
 
 def _joined(values: Sequence[Any], order: Sequence[Sequence[int]]) -> Any:
@@ -152,8 +152,8 @@ def _joined(values: Sequence[Any], order: Sequence[Sequence[int]]) -> Any:
     first, *rest = values
     if first is None:
         return None
-    for each in rest:
-        first = nested_concat(first, each, padding_index=-100)
+    for part in rest:
+        first = nested_concat(first, part, padding_index=-100)
     num_samples = sum(map(len, order))
 
     def in_order(value: Any) -> Any:

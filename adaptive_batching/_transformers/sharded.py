@@ -38,8 +38,8 @@ def sharded_models(trainer: Any) -> list[nn.Module]:
 
 def sharded_besides(trainer: Any, model: nn.Module) -> dict[str, nn.Module]:
     """Return what FSDP2 shards besides ``model``, by the attribute of ``trainer`` that it is."""
-    found = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module) and each is not model}
-    return {name: each for name, each in found.items() if is_sharded(each)}
+    modules = {name: value for name, value in vars(trainer).items() if isinstance(value, nn.Module)}
+    return {name: module for name, module in modules.items() if module is not model and is_sharded(module)}
 
 
 def head_of(model: Any) -> list[FSDPModule]:

@@ -258,10 +258,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
         here = {key: sum(values) / len(values) for key, values in new.items() if values}
         tokens = self._trainer._total_train_tokens - tokens_before
-        found, counts = zip(*self._parallel.ranks.gather((here, tokens)), strict=True)
+        of_ranks, counts = zip(*self._parallel.ranks.gather((here, tokens)), strict=True)
         for key in here:
-            known = [each[key] for each in found if key in each]
-            metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
+            values = [metrics_of_rank[key] for metrics_of_rank in of_ranks if key in metrics_of_rank]
+            metrics[key] = [*before.get(key, ()), sum(values) / len(values)]
         self._trainer._total_train_tokens = tokens_before + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
 

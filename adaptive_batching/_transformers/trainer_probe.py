@@ -57,7 +57,7 @@ def probe(
     end_forward(step.models)
     with _structure_kept(trainer), prepared as (trained, optimizer), alone(trainer):
         others = sharded_besides(trainer, trained)
-        whole = nn.ModuleList([trained, *others.values()]) if others else trained
+        models = nn.ModuleList([trained, *others.values()]) if others else trained
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             bound, *rest = models_of(model)
@@ -65,7 +65,7 @@ def probe(
             def forward_backward(inputs: Any, count: int) -> torch.Tensor:
                 number = kind.count(inputs, count) if kind.takes_number else None
                 own: dict[str, Any] = {}
-                if model is not whole:  # a trace has a device and models of its own
+                if model is not models:  # a trace has a device and models of its own
                     own = {"_prepare_inputs": lambda batch: batch, **dict(zip(others, rest, strict=True))}
                 with replaced(trainer, **own):
                     return trainer.forward_backward(bound, dict(inputs), number)  # type: ignore[no-any-return]
@@ -79,9 +79,9 @@ def probe(
                 return loss
 
             def run(batch: Any) -> None:
-                forward = partial(timed if model is whole else forward_backward, *batch)
+                forward = partial(timed if model is models else forward_backward, *batch)
                 forwards = [forward] * (2 if request.in_parts else 1)
-                if not step.models or model is not whole:
+                if not step.models or model is not models:
                     for forward in forwards:
                         forward()
                 elif (outcome := step.run(forwards)).failed:
@@ -96,7 +96,7 @@ def probe(
             return collated([*[longest] * (size - 1), last], trainer.data_collator), size
 
         traced = TrainingStep(
-            whole, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda"
+            models, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda"
         )  # fmt: skip
         return find_largest(
             traced, settings, memory_meter(device), request, ranks=ranks, times=step.times, scratch=scratch

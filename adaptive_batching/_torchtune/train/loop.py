@@ -305,7 +305,7 @@ class StepCosts:
         objective, tokens, padded = self._host.objective, None, None
         if samples and objective.is_text(samples[0]):
             tokens = sum(len(objective.tokens(sample)) for sample in samples)
-            padded = sum(each.tokens for each in micro_batches)
+            padded = sum(part.tokens for part in micro_batches)
         return StepCost(seconds, len(micro_batches), tokens, padded, self._peak.read())
 
 

@@ -137,7 +137,7 @@ def runs_of(
     def run(part: MicroBatch, *, is_last: bool) -> Sums:
         if not collated:
             ahead = parts if compiles_each_size(host.loader.dataset) else [part]
-            collated.extend(host.objective.collate(each.samples) for each in ahead)
+            collated.extend(host.objective.collate(waiting.samples) for waiting in ahead)
         batch = collated.pop(0)
         with around(part), held_back(host, is_last=is_last):
             sums = forward_backward(host, batch, part.weight)

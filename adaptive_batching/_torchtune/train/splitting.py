@@ -150,10 +150,10 @@ class Splitter:
         # A part of truncated samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
         counted = [[(part, self._objective.counts(part)) for part in group] for group in groups]
         counts = [count for group in counted for _, count in group]
-        whole = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
-        if whole.terms == 0:
+        total = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
+        if total.terms == 0:
             return [[self._micro_batch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
-        weight = self._objective.weight_of(whole)
+        weight = self._objective.weight_of(total)
         # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
         left = sum(count.tokens for count in counts if count.terms == 0)
         weighted: list[list[MicroBatch]] = []
@@ -162,7 +162,7 @@ class Splitter:
             for part, count in group:
                 if count.terms > 0:
                     num_tokens = count.tokens + left if left else None
-                    weighted[-1].append(self._micro_batch(part, count.terms * weight / whole.terms, num_tokens))
+                    weighted[-1].append(self._micro_batch(part, count.terms * weight / total.terms, num_tokens))
                     left = 0
         return weighted
 

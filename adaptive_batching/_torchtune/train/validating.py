@@ -74,7 +74,7 @@ def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Obje
             f"tokenizer.max_seq_len, which may cut the answers off"
         )
     longest = lengths.index(max(lengths))
-    most = min(int(getattr(each, "max_seq_len", lengths[longest])) for each in (model, *objective.frozen_models))
+    most = min(int(getattr(module, "max_seq_len", lengths[longest])) for module in (model, *objective.frozen_models))
     if lengths[longest] > most:
         raise ConfigError(
             f"dataset_val has a sample of {lengths[longest]} tokens, number {longest} (the first is 0), but the model "
