@@ -90,7 +90,7 @@ def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
     lost = "lost the connection to another rank"
     said = {
         "draining": "memory ran out, and again while telling the other ranks",
-        "recovering": "out of memory, even in a forward of a few tokens",
+        "recovering": "out of memory in a forward of a few tokens; nothing larger will fit",
     }.get(case[1], "memory ran out inside a collective: whether the other ranks got")
     for rank in range(2):
         error = (launched[0] / name_of(*case) / f"error_{rank}.txt").read_text()

@@ -209,9 +209,10 @@ def test_an_exact_curve_takes_three_steps_and_one_out_of_memory(
     assume(peak(upper) > CERTAIN_FIT * device.budget or peak(upper) + offset <= device.budget)
     sizes = device.search("predict", candidate_sizes(upper, powers_of_two=False), peak)
     failed = sum(not m.fits for m in sizes.measurements)
-    # An offset that calibration has not seen yet can cost one wrong guess, where a batch of 2 does not fit.
-    assert len(device.runs) <= 3 or (sizes.largest or 0) <= 2
-    assert failed <= 1 or (sizes.largest or 0) <= 2
+    # An offset that calibration has not seen yet can cost one wrong guess, where hardly anything fits; and what was far
+    # from it by the curve runs again.
+    assert len(device.runs) <= 3 or (sizes.largest or 0) <= 3
+    assert failed <= 1 or (sizes.largest or 0) <= 3
 
 
 @pytest.mark.parametrize(
