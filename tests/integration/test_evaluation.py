@@ -213,7 +213,7 @@ def test_with_the_field_unset_a_batch_that_does_not_fit_runs_in_parts(
 @pytest.mark.parametrize(
     ("config", "rows", "message"),
     [
-        (LARGEST, 0, r"1 row of up to 42 tokens.*set max_seq_length below 512"),
+        (LARGEST, 0, r"1 row of up to \d+ tokens.*set max_seq_length below 512"),
         ({"adaptive_batching": {"recover_from_oom": False}}, 3, "out of memory with batch_size=8; set a smaller one"),
     ],
 )
