@@ -1,9 +1,9 @@
 """Make small but real inputs for a first fine-tuning run, without downloading anything.
 
-The data are names and docstrings of Python's own standard library, the tokenizer is trained on them, and the model
+The data are signatures and docstrings of Python's own standard library, the tokenizer is trained on them, and the model
 is a randomly initialised Llama of about 5 million parameters::
 
-    data/quickstart/train.json       [{"instruction": "shlex.quote", "output": "Return a shell-escaped ..."}, ..]
+    data/quickstart/train.json       [{"instruction": "def shlex.quote(s)", "output": "Return a shell-escaped ..."}, ..]
     data/quickstart/preferences.json the same as conversations, "chosen" and "rejected": with another's docstring
     data/quickstart/tokenizer.model  SentencePiece, for torchtune.models.llama2.llama2_tokenizer
     data/quickstart/model/           Hugging Face layout, for torchtune.training.FullModelHFCheckpointer
@@ -16,13 +16,14 @@ import ast
 import io
 import json
 import logging
+import os
 import platform
 import random
-import sys
+import re
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +37,18 @@ from torchtune.modules import TransformerDecoder
 
 logger = logging.getLogger(__name__)
 
-_OUTPUT_CHARS = range(20, 2000)  # a shorter docstring ("See above.") says nothing about what it documents
+_MAX_OUTPUT_CHARS = 2000  # all but two dozen docstrings are shorter
+# A prompt that fills the whole sequence leaves no label to learn from, and a batch of such samples has the loss 0/0.
+_MAX_INSTRUCTION_CHARS = 200
+_MIN_OUTPUT_CHARS = 20  # shorter docstrings ("Undocumented.", "See above.") say nothing about their function
+
+# Tests, applications and retired packages: little of it documents an interface.
+_SKIPPED_PACKAGES = {"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
+# Private modules that hold the documentation of public ones, under the name that their users import.
+_PUBLIC_NAMES = {
+    "_collections_abc": "collections.abc", "_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io",
+    "concurrent.futures._base": "concurrent.futures", "pathlib._local": "pathlib",
+}  # fmt: skip
 
 _FILES = ("train.json", "preferences.json", "tokenizer.model", "model/config.json", "model/model.safetensors")
 _SETTINGS_FILE = "quickstart.json"
@@ -56,24 +68,76 @@ class Architecture:
 
 
 _ARCHITECTURE = Architecture()
+_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _is_public(dotted_name: str) -> bool:
+    return all(part.isidentifier() and not part.startswith("_") for part in dotted_name.split("."))
+
+
+def _find_modules(stdlib: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the public modules: (dotted name, source file)."""
+    for folder, subfolders, files in os.walk(stdlib):
+        # site-packages, which can hold a hundred times more files than the library, is no identifier.
+        subfolders[:] = [name for name in subfolders if name.isidentifier() and name not in _SKIPPED_PACKAGES]
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            name = ".".join(path.relative_to(stdlib).with_suffix("").parts).removesuffix(".__init__")
+            name = _PUBLIC_NAMES.get(name, name)
+            if _is_public(name):
+                yield name, path
+
+
+def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str, _Documented]]:
+    """Yield public definitions in ``body``, those in classes as well: (qualified name, node)."""
+    for node in body:
+        if isinstance(node, _Documented) and _is_public(node.name):
+            name = f"{prefix}.{node.name}"
+            yield name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _find_documented(node.body, name)
+        elif isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):  # definitions that depend on the platform
+            yield from _find_documented(ast.iter_child_nodes(node), prefix)
+
+
+def _signature(name: str, node: _Documented) -> str:
+    """Return what opens a definition, its name qualified: ``async def asyncio.Queue.put(self, item)``."""
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, node.bases))
+        return f"class {name}({bases})" if bases else f"class {name}"
+    keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{keyword} {name}({ast.unparse(node.args)}){returns}"
+
+
+def _shorten(text: str) -> str:
+    """Return what fits of ``text``: whole paragraphs, else whole sentences, else whole words."""
+    if len(text) <= _MAX_OUTPUT_CHARS:
+        return text
+    start = text[: _MAX_OUTPUT_CHARS + 1]  # a character more, so that a border right behind the limit counts
+    for border in (r"\n\s*\n", r"(?<=[.!?:])\s", r"\s"):
+        if splits := [match.start() for match in re.finditer(border, start)]:
+            return text[: splits[-1]].rstrip()
+    return text[:_MAX_OUTPUT_CHARS]
 
 
 def _extract_pairs(stdlib: Path, seed: int) -> list[dict[str, str]]:
-    """Return names and docstrings of the standard library, each once and shuffled; nothing of it is imported."""
-    names: dict[str, str] = {}  # by the docstring: one that is inherited is often repeated word for word
-    for module in sorted(sys.stdlib_module_names):
-        for path in (stdlib / f"{module}.py", *sorted((stdlib / module).rglob("*.py"))):
-            within = path.relative_to(stdlib).with_suffix("").parts
-            if not path.is_file() or {"test", "tests"} & {*within}:  # tests hold files that are not Python
-                continue
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                    docstring = ast.get_docstring(node) or ""
-                    if len(docstring) in _OUTPUT_CHARS:
-                        names.setdefault(docstring, ".".join((*within, node.name)))
-    pairs = [{"instruction": name, "output": docstring} for docstring, name in names.items()]
-    random.Random(seed).shuffle(pairs)
-    return pairs
+    """Read pairs of signature and docstring, each once and shuffled, out of sources that are never imported."""
+    pairs = set()
+    for module, path in _find_modules(stdlib):
+        for name, node in _find_documented(ast.parse(path.read_bytes()).body, module):
+            docstring = ast.get_docstring(node, clean=True) or ""
+            instruction, output = _signature(name, node), _shorten(docstring.strip())
+            if len(instruction) <= _MAX_INSTRUCTION_CHARS and len(output) >= _MIN_OUTPUT_CHARS:
+                pairs.add((instruction, output))
+    # Inherited docstrings are often repeated word for word; learning them once is enough.
+    taken: set[str] = set()
+    unique = []
+    for instruction, output in sorted(pairs):
+        if taken.isdisjoint((instruction, output)):
+            taken |= {instruction, output}
+            unique.append({"instruction": instruction, "output": output})
+    random.Random(seed).shuffle(unique)
+    return unique
 
 
 def _prefer(pairs: Sequence[dict[str, str]]) -> list[dict[str, list[dict[str, str]]]]:
