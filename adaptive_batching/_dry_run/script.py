@@ -1,4 +1,4 @@
-"""What a script does: its optimizers, its backward passes, and the values of the device that it reads.
+"""Notes on what a script does: its optimizers, its backward passes, and the values of the device that it reads.
 
 All values are zero on the emulated device. A script that trains until its loss is small, or leaves out a batch whose
 loss is zero, therefore does something else than on a card, and where it has read a value tells what.

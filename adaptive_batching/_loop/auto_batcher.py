@@ -28,7 +28,7 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
     for a row that does not fit. What a forward on ``device`` changes of ``state`` is put back before rows run again.
     """
 
-    what = "them"
+    what, noun = "them", "row"
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
 
     @property
     def limit(self) -> TokenLimit:
-        """What has run out of memory, and what fits."""
+        """The limit that was learned from running out of memory."""
         return self._runner.limit
 
     def run(self, lengths: Sequence[int], forward: Callable[[range], Sequence[Result]]) -> list[Result]:
@@ -94,9 +94,6 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
 
     def length(self, sample: int) -> int:
         return self._lengths[sample]
-
-    def describe(self, part: Part) -> str:
-        return super().describe(part).replace("sample", "row")
 
     def shorter(self, part: Part) -> str:
         return f"; {self.less_memory()}"

@@ -1,4 +1,4 @@
-"""What :class:`~adaptive_batching._loop.step.AdaptiveStep` computes: a loss that is a sum, and its number."""
+"""The computation of :class:`~adaptive_batching._loop.step.AdaptiveStep`: a sum of losses, and their number."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ Sample = TypeVar("Sample")
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 """(model, batch) -> the sum of the batch's losses, and their number."""
 
-_FEW = 32  # samples of which some show what computes over the batch
 _PLAIN = (int, float, str, bytes, type(None))
 
 

@@ -1,4 +1,4 @@
-"""What the settings of a run ask of a probe, and what its answer means, for recipes, ``Trainer`` and ``plan``. Pure.
+"""Decide what to ask of a probe, and what its answer means, for recipes, ``Trainer`` and ``plan``. Pure.
 
 A probe finds the largest forward of copies of the longest sample. Its answer can bound two things:
 
@@ -32,7 +32,7 @@ OF_A_STEP = "the samples of an optimizer step"
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What is asked of a probe."""
+    """A request to a probe: the sizes to try, and when to stop."""
 
     upper: int  # largest size to try; at least 1
     upper_reason: str = "upper bound"  # why no larger one is tried
@@ -99,13 +99,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What the settings ask of a probe, and what its answer means; made by :func:`size_up`."""
+    """The decisions of :func:`size_up`: what to probe, and how to read the answer."""
 
     probes: bool
     """True if something has to be measured."""
 
     request: ProbeRequest
-    """What is asked of the probe, of one of the equal parts of a batch. Its upper bound holds without a probe, too."""
+    """The request to the probe, for one of the equal parts of a batch. Its upper bound holds without a probe, too."""
 
     bounds_batch: bool
     """True if no batch may be larger than the answer."""

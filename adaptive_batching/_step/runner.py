@@ -6,6 +6,7 @@ import collections
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from adaptive_batching._device import RandomState
@@ -76,7 +77,7 @@ class StepRunner(Generic[Samples, P, R]):
         limit.note(largest_that_ran)
         self.limit = limit
         self.done: list[tuple[P, R]] = []
-        """What has run since :meth:`begin`, and its results."""
+        """The parts that have run since :meth:`begin`, each with its result."""
 
         self._work = work
         self._parallel = DataParallel(ALONE, work.parameters) if parallel is None else parallel
@@ -177,7 +178,7 @@ class StepRunner(Generic[Samples, P, R]):
         parallel, ranks, shards = self._parallel, self._ranks, self._parallel.collectives
         results: list[T] = []
         failure: Exception | None = None
-        broken: list[Exception] = []  # an error of another kind, which waits until the other ranks can be told
+        broken: Exception | None = None  # an error of another kind, which waits until the other ranks can be told
         retries_before = self._work.num_retries()
         with parallel.without_sync():
             for number, run in enumerate(runs, 1):
@@ -193,9 +194,9 @@ class StepRunner(Generic[Samples, P, R]):
                     if not is_out_of_memory(error):
                         if ranks.size == 1 or isinstance(error, CannotRecoverError) or is_lost_rank(error):
                             raise
-                        broken.append(error)
+                        broken = error
                 if failure is not None:  # outside of "except", where the traceback would keep its tensors alive
-                    if not broken:
+                    if broken is None:
                         forget_frames(failure)
                     break
                 if shards is not None:
@@ -214,10 +215,10 @@ class StepRunner(Generic[Samples, P, R]):
                     # Also on the rank that failed: only now do the layers that it had gathered have their own
                     # parameters back, with the gradients of earlier parts.
                     self._discard()
-                ranks.all_results(lambda: _raise_first(broken))
+                ranks.all_results(partial(_raise, broken))
         except Exception:
-            if broken:  # whatever has happened while the others were told
-                raise broken[0] from None
+            if broken is not None:  # whatever has happened while the others were told
+                raise broken from None
             raise
         return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)
 
@@ -404,9 +405,9 @@ def _issue_the_rest(shards: MicroBatchCollectives, num_parts: int, failure: Exce
         ) from again
 
 
-def _raise_first(errors: Sequence[Exception]) -> None:
-    if errors:
-        raise errors[0]
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _sentence(text: str) -> str:

@@ -48,7 +48,10 @@ class Work(ABC, Generic[Samples, P, R]):
     """What forwards change besides gradients, to be put back; None if they change nothing."""
 
     what = "the step's samples"
-    """What runs again, in words."""
+    """The name of all that runs again, for messages."""
+
+    noun = "sample"
+    """The name of one of them."""
 
     # How it computes
 
@@ -123,7 +126,7 @@ class Work(ABC, Generic[Samples, P, R]):
         """Return the size of a part in words: ``3 samples of up to 40 tokens``."""
         number, longest = len(part.samples), self.longest(part)
         up_to = "" if longest is None else f" of up to {longest} tokens"
-        return f"{number} sample{'s' if number > 1 else ''}{up_to}"
+        return f"{number} {self.noun}{'s' if number > 1 else ''}{up_to}"
 
     def longest(self, part: P) -> int | None:
         """Return the tokens of a part's longest sample; None if samples have no length."""

@@ -98,11 +98,6 @@ class Host:
         return self.backward_optimizers is not None
 
     @property
-    def recovers_together(self) -> bool:
-        """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
-        return self.ranks.size == 1 or self.collectives is not None
-
-    @property
     def models(self) -> list[nn.Module]:
         return [self.model, *self.objective.frozen_models]
 

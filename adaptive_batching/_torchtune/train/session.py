@@ -90,7 +90,7 @@ class Session:
                 host, settings, probes=sizing.probes, measures_noise=cache_inputs.measures_noise
             )
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
-        if settings.memory_limit is not None and host.recovers_together:
+        if settings.memory_limit is not None and parallel_of(host).agrees:
             with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
                 require_room(settings, memory_meter(host.device), host.ranks)
 
