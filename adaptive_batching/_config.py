@@ -53,6 +53,9 @@ class AdaptiveBatchingConfig:
     """Samples per forward and backward; ``auto``: as many tokens as is fastest within what fits; ``explore``: whatever
     times best before training. None: the whole batch. The gradient stays the same."""
 
+    padding: bool = False
+    """True to have ``micro_batch_size=auto`` pad samples of similar length, rather than lay them end to end."""
+
     save_every_n_steps: int | None = None
     """Optimizer steps between checkpoints. None saves one per epoch, as stock does."""
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching import AdaptiveBatchingConfig, growth, torchtune, transformers
+from adaptive_batching import AdaptiveBatchingConfig, attention, growth, torchtune, transformers
 from tests.conftest import ROOT
 
 EXPECTED = Path(__file__).with_name("public_interface.txt")
-MODULES = (adaptive_batching, growth, torchtune, transformers)
+MODULES = (adaptive_batching, attention, growth, torchtune, transformers)
 
 
 def described(package: Any, name: str) -> Iterator[str]:
@@ -73,6 +73,7 @@ def test_what_is_not_public_is_private_by_name() -> None:
     assert public == {module.__name__ for module in MODULES} - {"adaptive_batching"}
     for module in MODULES:
         names = {name for name in dir(module) if not name.startswith("_")} - {
+            "attention",
             "growth",
             "recipes",
             "torchtune",

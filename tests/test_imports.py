@@ -18,6 +18,7 @@ CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.r
 MEMORY = {"memory", "out_of_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
+    "attention": {"device"},
     "values": set(),
     "config": {"values"},
     "dry_run": {"emulated_device", "gpus", "memory", "plan", "report", "shortage", "values"},
