@@ -177,7 +177,10 @@ def _varlen_attn() -> Callable[..., torch.Tensor] | None:
 
 @functools.cache  # so that it is said once
 def _why_not_fused(device: torch.device, size: int, size_of_value: int) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError):  # of a device that is only traced
+        capability = (9, 0)
     why = None
     if _varlen_attn() is None:
         why = f"torch {torch.__version__} has no varlen_attn with windows and grouped heads"

@@ -68,6 +68,10 @@ REPLACED = {
     "torch.cuda.is_available": "tells a compiler which device a trace is of",
     "torchtune.training.checkpointing._utils.get_largest_iter_folder": "names the folder that adapters come from",
     "torchtune.generation._generation.generate_next_token": "draws the same tokens however a rollout is split",
+    # While a part runs whose samples lie end to end; ``RowSeams`` (``_torchtune/stock/end_to_end.py``) puts each back.
+    "torchtune.modules.attention_utils._sdpa_or_flex_attention": "makes what attention calls: it stays within a sample",
+    "torchtune.modules.TransformerDecoder._validate_inputs": "holds a sample, and not a row, against max_seq_len",
+    "torchtune.models.gemma2._attention.Gemma2Attention.forward": "runs on each sample by itself",
     "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
 }
 """Dotted name -> why it is replaced, for as long as a context is open."""

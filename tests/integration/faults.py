@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching import _snapshot
+from adaptive_batching._attention import SampleBounds
 from adaptive_batching._ranks import fsdp
 
 # What the next models do: where they run out of memory, and how often.
@@ -33,7 +34,9 @@ def arm(layer: nn.Module) -> None:
         if torch.is_grad_enabled() == plan.get("without_gradients", False) or _snapshot.rehearsing:
             return  # what is rehearsed counts for nothing: see tests/step/test_audit.py for faults there
         plan["calls"] += 1
-        plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0 and args[0].shape[0] > plan.get("fits", 0)
+        bounds = kwargs.get("mask")  # of samples that lie end to end
+        samples = len(bounds.lengths) if isinstance(bounds, SampleBounds) else args[0].shape[0]
+        plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0 and samples > plan.get("fits", 0)
         if plan["now"] and plan["where"] == "forward":
             run_out()
 

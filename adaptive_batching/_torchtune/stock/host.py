@@ -16,6 +16,7 @@ from torchtune.training.checkpointing import DistributedCheckpointer
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching._torchtune.stock.data import SampleLoader
+from adaptive_batching._torchtune.stock.end_to_end import RowSeams
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 
 
@@ -92,6 +93,7 @@ class Host:
     checkpoints_activations: bool = False
     offloads_activations: bool = False
     max_length: int | None = None  # tokens that the tokenizer truncates samples to
+    rows: RowSeams | None = None  # where models take rows of samples end to end, if they do
 
     @property
     def steps_in_backward(self) -> bool:

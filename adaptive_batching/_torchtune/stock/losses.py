@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +14,11 @@ from torch import nn
 from torch.nn import functional
 from torchao.quantization.qat import api
 from torchtune import rlhf
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo, padded_collate_sft
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import quantization
 
+from adaptive_batching._attention import SampleBounds
 from adaptive_batching._step.split import length_in_chunks
 from adaptive_batching._torchtune.stock.data import Sample, is_packed, is_text, repeat_to, stretch
 from adaptive_batching._torchtune.stock.objective import SHORT, Activations, Batch, Counts, Objective, StockParts, Sums
@@ -81,12 +84,27 @@ class NextToken(Objective):
             "labels": functional.pad(batch["labels"], (0, missing), value=self._loss.ignore_index),
         }
 
+    @property
+    def lays(self) -> bool:  # type: ignore[override]
+        return _function_of(self._collate) is padded_collate_sft
+
+    def size_in_row(self, sample: Sample) -> int:
+        return len(sample["tokens"])
+
+    def lay(self, samples: Sequence[Sample]) -> Batch:
+        texts = [(sample["tokens"], sample["labels"]) for sample in samples]
+        counted = sum(int((np.asarray(labels) != self._loss.ignore_index).sum()) for _, labels in texts)
+        tokens = sum(len(tokens) for tokens, _ in texts)
+        if missing := self._padded(tokens) - tokens:  # as a sample of its own, without targets
+            texts.append(([0] * missing, [self._loss.ignore_index] * missing))
+        # Stock counts the first label of each sample as a token, although it is not learned from.
+        return {**_row(texts, self._loss.ignore_index), "num_tokens": torch.tensor(counted)}
+
     def _padded(self, length: int) -> int:
         return length_in_chunks(length, self._num_chunks) if self._pads else length
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        labels = batch.pop("labels")  # [b, s]
-        num_tokens = (labels != self._loss.ignore_index).sum()
+        labels, num_tokens = self._labels(batch)  # [b, s]
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
         labels, logits = self._aligned(labels, logits)
@@ -94,6 +112,12 @@ class NextToken(Objective):
         # labels of the step.
         loss = self._loss(logits, labels) * (num_tokens if weight is None else weight)
         return loss, Sums(loss.detach(), num_tokens)
+
+    def _labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the labels out of ``batch``, and the number of those that count."""
+        labels = batch.pop("labels")
+        counted = batch.pop("num_tokens", None)
+        return labels, (labels != self._loss.ignore_index).sum() if counted is None else counted
 
     def _aligned(self, labels: torch.Tensor, *logits: Any) -> tuple[Any, ...]:
         """Move labels, so that logits stay whole: each position predicts the next one. Flatten what is in no chunks."""
@@ -147,8 +171,7 @@ class Distillation(NextToken):
         return 1 if self._is_stock else super().weight_of(batch)
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        labels = batch.pop("labels")  # [b, s]
-        num_tokens = (labels != self._loss.ignore_index).sum()
+        labels, num_tokens = self._labels(batch)  # [b, s]
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
         with torch.no_grad():
@@ -263,19 +286,39 @@ class Preferences(Objective):
         tokens, labels = self._collate(list(samples))
         return {"tokens": tokens, "labels": labels}
 
+    @property
+    def lays(self) -> bool:  # type: ignore[override]
+        return _function_of(self._collate) is padded_collate_dpo
+
+    def size_in_row(self, sample: Sample) -> int:
+        return -(-sum(len(sample[f"{kind}_input_ids"]) for kind in ANSWERS) // len(ANSWERS))
+
+    def lay(self, samples: Sequence[Sample]) -> Batch:
+        answers = [(pair[f"{kind}_input_ids"], pair[f"{kind}_labels"]) for kind in ANSWERS for pair in samples]
+        return _row(answers, CROSS_ENTROPY_IGNORE_IDX)
+
     def begin_step(self, step: int, samples: int) -> None:
         self._pairs = samples
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        tokens, labels = batch["tokens"], batch["labels"]
-        pairs = tokens.shape[0] // 2
-        log_probs, logits = self._forward(model, tokens, labels)
-        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(ANSWERS, _halves(logits), strict=True)}
-        del logits  # so that they are freed before the reference's are made, where the backward pass needs them not
+        labels, bounds = batch.pop("labels"), batch.get("mask")
+        tokens = batch["tokens"]
+        if bounds is None:
+            pairs, of_chosen = tokens.shape[0] // 2, tokens.shape[0] // 2
+        else:
+            pairs = len(bounds.lengths) // 2
+            of_chosen = sum(bounds.lengths[:pairs])
+        log_probs, logits = self._forward(model, batch, labels)
+        halves = logits.tensor_split([of_chosen], 0 if bounds is None else 1)
+        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(ANSWERS, halves, strict=True)}
+        del (
+            logits,
+            halves,
+        )  # so that they are freed before the reference's are made, where the backward pass needs them not
         frozen = self.frozen_models
         reference, adapters = (frozen[0], contextlib.nullcontext()) if frozen else (model, disable_adapter(model))
         with torch.no_grad(), adapters:
-            of_reference, _ = self._forward(reference, tokens, labels)
+            of_reference, _ = self._forward(reference, batch, labels)
         chosen, rejected = _halves(log_probs)
         losses, chosen_rewards, rejected_rewards = self._loss(chosen, rejected, *_halves(of_reference))
         loss = losses.mean()
@@ -298,13 +341,13 @@ class Preferences(Objective):
             metrics = {name: share * value for name, value in metrics.items()}
         return loss, Sums(loss.detach(), num_tokens, metrics)
 
-    def _forward(
-        self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log probability of each answer, [2b], and the logits, [2b, s, vocabulary]."""
+    def _forward(self, model: nn.Module, batch: Batch, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log probability of each answer, [2b], and the logits, [2b, s, vocabulary] or as a row."""
         with self._activations:
-            logits = model(tokens)
-        return rlhf.get_batch_log_probs(logits, labels), logits
+            logits = model(**batch)
+        bounds = batch.get("mask")
+        log_probs = rlhf.get_batch_log_probs(logits, labels) if bounds is None else _in_row(logits, labels, bounds)
+        return log_probs, logits
 
     def mean_loss(self, sums: Sums) -> Any:
         """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks, which is what is summed here."""
@@ -326,6 +369,32 @@ class Preferences(Objective):
 def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     half = both.shape[0] // 2
     return both[:half], both[half:]
+
+
+def _function_of(collate: Any) -> Any:
+    while isinstance(collate, functools.partial):
+        collate = collate.func
+    return collate
+
+
+def _row(texts: Sequence[tuple[Sequence[int], Sequence[int]]], ignore_index: int) -> Batch:
+    """Return texts, each of tokens and labels, as one row, [1, tokens]."""
+    labels = [torch.tensor(labels) for _, labels in texts]
+    for of_text in labels:
+        of_text[0] = ignore_index  # it would be predicted from the text before
+    bounds = SampleBounds([len(tokens) for tokens, _ in texts])
+    tokens = torch.cat([torch.tensor(tokens) for tokens, _ in texts])[None]
+    return {"tokens": tokens, "labels": torch.cat(labels)[None], "mask": bounds, "input_pos": bounds.positions()}
+
+
+def _in_row(logits: torch.Tensor, labels: torch.Tensor, bounds: SampleBounds) -> torch.Tensor:
+    """Return the log probability of each text of a row, [texts], as torchtune has that of each row of a batch."""
+    targets = torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], CROSS_ENTROPY_IGNORE_IDX)))
+    counted = targets != CROSS_ENTROPY_IGNORE_IDX
+    log_probs = rlhf.logits_to_logprobs(logits, targets.masked_fill(~counted, 0)) * counted  # [1, tokens]
+    # Sums of neighbours as differences of running ones, in as few kernels as a batch takes; exact in double precision.
+    running = functional.pad(log_probs.double().cumsum(1), (1, 0))
+    return running[0, bounds.offsets(running)].diff().to(log_probs.dtype)
 
 
 def next_token(parts: StockParts) -> NextToken:

@@ -85,6 +85,9 @@ class Objective(ABC):
     saves_memory_by: frozenset[str] = frozenset({"offloading", "lora"})
     """Ways to save memory that recipes of this kind have, besides checkpointing of activations."""
 
+    lays = False
+    """True if samples can be laid end to end, without padding."""
+
     _activations: Activations = contextlib.nullcontext()
     _is_stock = True
 
@@ -109,6 +112,10 @@ class Objective(ABC):
         """Return what ``sample`` takes of a forward: its tokens, or 1 where tokens say little about its memory."""
         return len(self.tokens(sample)) if self.is_text(sample) else 1
 
+    def size_in_row(self, sample: Sample) -> int:
+        """Return what ``sample`` takes of a row of samples end to end, in the unit of :meth:`size`."""
+        return self.size(sample)
+
     def is_text(self, sample: Sample) -> bool:
         """Return True if the memory of ``sample`` follows from its tokens."""
         return True
@@ -126,6 +133,10 @@ class Objective(ABC):
     @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Return the batch that a forward takes, on the host."""
+
+    def lay(self, samples: Sequence[Sample]) -> Batch:
+        """Return the batch of a forward that has the samples end to end in one row, on the host; see :attr:`lays`."""
+        raise NotImplementedError
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtune import training, utils
 
+from adaptive_batching._attention import SampleBounds
 from adaptive_batching._device import without_waiting
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.stock.host import Host
@@ -23,7 +24,7 @@ def to_device(batch: Batch, device: torch.device) -> None:
             to_device(value, device)
         elif isinstance(value, torch.Tensor):
             batch[key] = without_waiting(value, device)
-        else:  # a mask of blocks; anything else is an error
+        elif not isinstance(value, SampleBounds):  # a mask of blocks; anything else is an error
             moved = {key: value}
             utils.batch_to_device(moved, device)
             batch[key] = moved[key]
@@ -36,13 +37,14 @@ def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> S
     several ranks, the sums are those of all ranks.
     """
     to_device(batch, host.device)
-    loss, sums = host.objective.loss(host.model, batch, weight)
-    if host.steps_in_backward and host.ranks.size > 1:
-        sums = sum_over_ranks(sums.map(torch.clone), host.ranks)  # copies: backward needs the loss's own values
-        divisor = host.objective.divisor(sums)
-        if divisor is not None:  # there is no other moment to divide; FSDP takes the mean over ranks
-            loss = loss * (host.ranks.size / divisor)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with contextlib.nullcontext() if host.rows is None else host.rows.open():
+        loss, sums = host.objective.loss(host.model, batch, weight)
+        if host.steps_in_backward and host.ranks.size > 1:
+            sums = sum_over_ranks(sums.map(torch.clone), host.ranks)  # copies: backward needs the loss's own values
+            divisor = host.objective.divisor(sums)
+            if divisor is not None:  # there is no other moment to divide; FSDP takes the mean over ranks
+                loss = loss * (host.ranks.size / divisor)
+        loss.backward()  # type: ignore[no-untyped-call]
     return sums
 
 

@@ -116,6 +116,8 @@ class Probe:
         """Run the probe, or take the result that an earlier run has stored."""
         request = self.sizing.request
         facts = {"include": request.include, "recipe": self.host.name, "sequence_length": self._length}
+        if self.host.rows is not None:
+            facts["rows"] = "end to end"
         if request.may_stop_early:  # if larger forwards are worth their trials; about, as a probe takes time, too
             facts["samples_of_run"] = 1 << (self.run.epochs * self._samples_of_epoch).bit_length()
         path = self.folder / "probe.json"

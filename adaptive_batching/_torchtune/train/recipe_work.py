@@ -24,7 +24,7 @@ from adaptive_batching._torchtune.stock.compiling import compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.less_memory import remedy
-from adaptive_batching._torchtune.stock.objective import Batch, Sums
+from adaptive_batching._torchtune.stock.objective import Batch, Objective, Sums
 from adaptive_batching._torchtune.train.gradients import forward_backward, held_back
 from adaptive_batching._torchtune.train.splitting import MicroBatch
 
@@ -122,6 +122,11 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
         return remedy(self._host)
 
 
+def batch_of(objective: Objective, part: MicroBatch) -> Batch:
+    """Return the batch of a part's forward, on the host."""
+    return objective.lay(part.samples) if part.is_row else objective.collate(part.samples)
+
+
 def runs_of(
     host: Host,
     parts: Sequence[MicroBatch],
@@ -137,7 +142,7 @@ def runs_of(
     def run(part: MicroBatch, *, is_last: bool) -> Sums:
         if not collated:
             ahead = parts if compiles_each_size(host.loader.dataset) else [part]
-            collated.extend(host.objective.collate(waiting.samples) for waiting in ahead)
+            collated.extend(batch_of(host.objective, waiting) for waiting in ahead)
         batch = collated.pop(0)
         with around(part), held_back(host, is_last=is_last):
             sums = forward_backward(host, batch, part.weight)

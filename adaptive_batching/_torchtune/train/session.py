@@ -28,6 +28,8 @@ from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock import compiling
+from adaptive_batching._torchtune.stock.data import is_packed
+from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.objective import Sums
 from adaptive_batching._torchtune.train.collectives import collectives_of
@@ -102,6 +104,8 @@ class Session:
                 "increase function that does not read it, and leave noise_scale_every unset"
             )
         check_that_splitting_is_exact(sizing, increase, self._batch_dependent)
+        if isinstance(settings.micro_batch_size, (ByLength, Explore)) and not settings.padding:
+            self.host = host = lay_end_to_end(host)
         compiling.prepare(host, sizes_vary=settings.grows or sizing.bounds_forwards)
 
     def _lay_out(self, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> None:
@@ -212,6 +216,23 @@ class Session:
         ranks = self.host.ranks
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)
+
+
+def lay_end_to_end(host: Host) -> Host:
+    """Return ``host`` with models that take samples end to end in one row, or say why samples are padded."""
+    if is_packed(host.loader.dataset) or not host.objective.is_text(host.loader.dataset[0]):
+        return host  # packs are rows, and what images take is not known
+    why = None
+    if not host.objective.lays:
+        why = f"{host.name} collates by a function of its own"
+    elif host.tensor_parallel:
+        why = "layers are divided among devices"
+    else:
+        why = why_not_in_rows(host.models)
+    if why is not None:
+        log.info("samples of similar length are padded, as they cannot lie end to end: %s", why)
+        return host
+    return replace(host, rows=RowSeams(host.models))
 
 
 def check_that_splitting_is_exact(

@@ -41,6 +41,9 @@ class MicroBatch(Part):
     num_tokens: int | None = None
     """Tokens that it stands for in the sums of a step; None for its own."""
 
+    is_row: bool = False
+    """True if its samples lie end to end, without padding."""
+
 
 @dataclass
 class SplitPolicy:
@@ -79,6 +82,7 @@ class Splitter:
 
         self._objective, self._device = host.objective, host.device
         self._split_policy = split_policy
+        self._makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
         self._learns = learns or isinstance(split_policy.size, ByLength)
         # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
@@ -119,15 +123,22 @@ class Splitter:
 
     def filler(self, batch: list[Sample]) -> MicroBatch:
         """Return a micro-batch without weight, like the samples of ``batch``."""
-        filler = self._objective.filler(batch)
-        return MicroBatch([filler], self._objective.size(filler), weight=0.0, num_tokens=0)
+        return self._micro_batch([self._objective.filler(batch)], weight=0.0, num_tokens=0)
+
+    def tokens(self, samples: Sequence[Sample]) -> int:
+        """Return the tokens of samples that run together, with what padding they get."""
+        sizes = self._sizes(samples)
+        return sum(sizes) if self._makes_rows else padded_tokens(sizes)
 
     def _sizes(self, samples: Sequence[Sample]) -> list[int]:
-        return [self._objective.size(sample) for sample in samples]
+        size = self._objective.size_in_row if self._makes_rows else self._objective.size
+        return [size(sample) for sample in samples]
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
         limit, rule = self.limit.max_tokens, self._split_policy.rule
-        split = split_samples(self._sizes(batch), rule, limit, in_order=in_order, min_parts=min_parts)
+        split = split_samples(
+            self._sizes(batch), rule, limit, in_order=in_order, min_parts=min_parts, pads=not self._makes_rows
+        )
         if (known := self._compiled_sizes) is not None:
             pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
             if len(pieces) > len(split) and not self._said_that_sizes_are_few:
@@ -143,7 +154,7 @@ class Splitter:
     def _micro_batch(
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
     ) -> MicroBatch:
-        return MicroBatch(samples, padded_tokens(self._sizes(samples)), weight, num_tokens)
+        return MicroBatch(samples, self.tokens(samples), weight, num_tokens, self._makes_rows)
 
     def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
         # A recipe's loss is a mean over terms, and stock multiplies it by a weight, which parts share by their terms.

@@ -17,15 +17,18 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat
+from adaptive_batching._torchtune.stock.end_to_end import RowSeams
 from adaptive_batching._torchtune.stock.host import Host, OptimizersInBackward
 from adaptive_batching._torchtune.stock.losses import keeps_scales
-from adaptive_batching._torchtune.stock.objective import Batch, Sums
+from adaptive_batching._torchtune.stock.objective import SHORT, Batch, Objective, Sums
 from adaptive_batching._torchtune.stock.stand_ins import run_without_values
 from adaptive_batching._torchtune.train.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
 from adaptive_batching._torchtune.train.recipe_work import run_once
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
 Note = Callable[[int, float], None]
+
+_SHORTER = 16  # samples in place of one of the longest, in a row of the probe
 
 
 def training_step(
@@ -42,7 +45,9 @@ def training_step(
     def make_batch(batch_size: int) -> Batch:
         nonlocal num_samples
         num_samples = batch_size
-        return host.objective.collate(repeat(sample, batch_size))
+        if host.rows is None:
+            return host.objective.collate(repeat(sample, batch_size))
+        return host.objective.lay([*repeat(sample, batch_size - 1), *_last_of_row(host.objective, sample, batch_size)])
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
         is_trace = model is not whole
@@ -130,7 +135,17 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
         ranks=Ranks(alone=True),
         collectives=None,
         backward_optimizers=backward_optimizers,
+        rows=None if host.rows is None else RowSeams([trained, *frozen]),
     )
+
+
+def _last_of_row(objective: Objective, sample: Sample, num_samples: int) -> list[Sample]:
+    """Return samples for the last of ``num_samples`` places in a row, of unlike lengths, as those of training are."""
+    size = objective.size_in_row(sample)
+    number = 1 if num_samples == 1 else min(_SHORTER, max(size // SHORT, 1))
+    lengths = [size * (index + 1) // number - size * index // number for index in range(number)]
+    shorter = [objective.stretch(sample, length) for length in lengths]
+    return [sample if part is None else part for part in shorter]
 
 
 def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:

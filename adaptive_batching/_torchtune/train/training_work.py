@@ -54,6 +54,9 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
             for self._last in batches:
                 yield self.splitter.split(self._last, min_parts, in_order=noise is not None)
 
+    def tokens(self, samples: list[Sample]) -> int:
+        return self.splitter.tokens(samples)
+
     def may_differ(self, parts: Sequence[MicroBatch]) -> bool:
         return self.splitter.may_differ
 

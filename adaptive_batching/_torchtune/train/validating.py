@@ -34,7 +34,7 @@ from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.train.gradients import to_device
 from adaptive_batching._torchtune.train.growing import Increase
 from adaptive_batching._torchtune.train.probing import Probed
-from adaptive_batching._torchtune.train.recipe_work import RecipeWork, parallel_of
+from adaptive_batching._torchtune.train.recipe_work import RecipeWork, batch_of, parallel_of
 from adaptive_batching._torchtune.train.settings import ValidationSettings
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
@@ -124,16 +124,17 @@ class ValidationWork(RecipeWork[list[Sample], Sums]):
         yield parts
 
     def filler(self) -> MicroBatch:
-        return MicroBatch([self._filler], self._host.objective.size(self._filler), weight=0.0, num_tokens=0)
+        return self._splitter.filler([self._filler])
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
         return [partial(self._forward, part) for part in parts]
 
     def _forward(self, part: MicroBatch) -> Sums:
         objective = self._host.objective
-        batch = objective.collate(part.samples)
+        batch = batch_of(objective, part)
         to_device(batch, self._host.device)
-        _, sums = objective.loss(self._host.model, batch, part.weight)
+        with contextlib.nullcontext() if self._host.rows is None else self._host.rows.open():
+            _, sums = objective.loss(self._host.model, batch, part.weight)
         end_forward(self._host.models)
         return replace(sums, tokens=torch.full_like(sums.tokens, part.num_tokens or 0))
 

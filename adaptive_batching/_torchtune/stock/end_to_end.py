@@ -1,0 +1,137 @@
+"""Torchtune's decoders on samples that lie end to end in one row, [1, tokens]: each attends to itself alone.
+
+A model takes the row's :class:`SampleBounds` as its ``mask``, and hands them on to all layers, also to those that are
+computed again in the backward pass. Attention itself goes through what its module calls, ``_attention_call``, which is
+replaced while a row runs. Which models compute a row as they do its samples is measured, not listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.models.gemma2._attention import Gemma2Attention
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
+
+from adaptive_batching._attention import SampleBounds, attend_within_samples
+from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._values import first_line
+
+# Tokens of samples that are run to see whether a model honours bounds: of unlike lengths, the first not the longest.
+_LENGTHS = (5, 9, 3)
+# Times that outputs of a row may differ as much as those of a batch with padding do, where both are rounding, and steps
+# of the type's precision that they may differ by in any case.
+_TIMES_PADDING, _STEPS = 16, 4
+
+
+class RowSeams:
+    """Where models are entered so that they take rows of samples, and all else as before."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.attended = 0  # calls of attention within samples, while it is watched
+        self._seams: list[tuple[nn.Module, str, Any]] = []
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, TransformerDecoder):
+                self._seams.append((module, "_validate_inputs", _longest_is_valid(module._validate_inputs)))
+            elif isinstance(module, MultiHeadAttention):
+                self._seams.append((module, "_attention_call", self._within_samples(module)))
+            elif isinstance(module, Gemma2Attention):  # caps its scores
+                self._seams.append((module, "forward", self._sample_by_sample(module.forward)))
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Let the models take rows inside, in forward and backward passes."""
+        before = [vars(module).get(name) for module, name, _ in self._seams]
+        try:
+            for module, name, function in self._seams:
+                vars(module)[name] = function
+            yield
+        finally:
+            for (module, name, _), function in zip(self._seams, before, strict=True):
+                if function is None:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = function
+
+    def _within_samples(self, module: MultiHeadAttention) -> Callable[..., torch.Tensor]:
+        stock, causal = module._attention_call, module.is_causal
+
+        def attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
+            if not isinstance(mask, SampleBounds):
+                return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)  # type: ignore[no-any-return]
+            self.attended += 1
+            return attend_within_samples(q, k, v, mask, causal=causal, dropout=dropout_p)
+
+        return attention
+
+    def _sample_by_sample(self, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward(x: Any, y: Any, *, mask: Any = None, input_pos: Any = None) -> torch.Tensor:
+            if not isinstance(mask, SampleBounds):
+                return stock(x, y, mask=mask, input_pos=input_pos)
+            self.attended += 1
+            return torch.cat([stock(sample, sample) for sample in x.split(mask.lengths, 1)], 1)
+
+        return forward
+
+
+def _longest_is_valid(stock: Callable[..., None]) -> Callable[..., None]:
+    def validate(seq_len: int, mask: Any = None, **others: Any) -> None:
+        if isinstance(mask, SampleBounds):  # positions start over, so that a sample has to be within bounds, not a row
+            stock(mask.longest, **others)
+        else:
+            stock(seq_len, mask=mask, **others)
+
+    return validate
+
+
+def why_not_in_rows(models: Sequence[nn.Module]) -> str | None:
+    """Return why a model would compute a row otherwise than its samples, in words; None if all compute it alike.
+
+    Runs five short forwards of each, in evaluation mode and without gradients, and leaves everything as it was. Ranks
+    that have shards of a model have to call it together.
+    """
+    for model in models:
+        device = next(model.parameters()).device
+        with rehearsal([model], device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model.eval()
+            try:
+                why = _difference(model, device)
+            except Exception as error:  # of a model that nobody here has seen
+                why = f"fails on a row ({type(error).__name__}: {first_line(error)})"
+        if why is not None:
+            return f"{type(model).__name__} {why}"
+    return None
+
+
+def _difference(model: nn.Module, device: torch.device) -> str | None:
+    def output(tokens: torch.Tensor, **others: Any) -> torch.Tensor:
+        values = model(tokens=tokens.to(device), **others)
+        return (torch.cat(values, 1) if isinstance(values, list) else values).detach().double().cpu()
+
+    seams = RowSeams([model])
+    samples = [torch.arange(1, length + 1)[None] + 7 * number for number, length in enumerate(_LENGTHS)]
+    others = [samples[0].flip(1), *samples[1:]]  # the first is another sample
+    bounds = SampleBounds(_LENGTHS)
+    alone = [output(sample) for sample in samples]
+    padded = output(torch.cat([nn.functional.pad(each, (0, max(_LENGTHS) - each.shape[1])) for each in samples]))
+    in_row = partial(output, mask=bounds, input_pos=bounds.positions().to(device))
+    with seams.open():
+        row, another = in_row(torch.cat(samples, 1)), in_row(torch.cat(others, 1))
+    if seams.attended == 0:
+        return "has an attention of its own"
+    if not torch.equal(row[:, _LENGTHS[0] :], another[:, _LENGTHS[0] :]):
+        return "has samples of a row change those after them"
+    eps = torch.finfo(next(model.parameters()).dtype).eps
+    noise = max(_off(few[None, : one.shape[1]], one) for few, one in zip(padded, alone, strict=True))
+    off = max(map(_off, row.split(_LENGTHS, 1), alone))
+    if off > max(_TIMES_PADDING * noise, _STEPS * eps):
+        return f"computes a row with a difference of {off:.1e}, where padding makes one of {noise:.1e}"
+    return None
+
+
+def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values - expected).abs().mean() / expected.abs().mean())
