@@ -147,12 +147,12 @@ def _attend_at_once(
 ) -> torch.Tensor:
     left = -1 if window is None else window - 1
     offsets = bounds.offsets(query)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
     output = varlen_attn(
         *rows, offsets, offsets, bounds.longest, bounds.longest, scale=scale,
         window_size=(left, 0 if causal else left), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return output.transpose(0, 1)[None]
+    return output.transpose(0, 1).unsqueeze(0)
 
 
 def _fused(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor] | None:
