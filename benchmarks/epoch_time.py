@@ -189,7 +189,8 @@ def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[
             continue
         rows.append(
             f"| {way} | {median(way, 'seconds'):.1f} | {median(way, 'seconds') / ours:.2f} "
-            f"| {median(way, 'processor'):.1f} | {median(way, 'forwards'):.0f} | {median(way, 'padded') / median(way, 'real'):.2f} "
+            f"| {median(way, 'processor'):.1f} | {median(way, 'forwards'):.0f} "
+            f"| {median(way, 'padded') / median(way, 'real'):.2f} "
             f"| {median(way, 'peak_mib'):.0f} | {median(way, 'set_up_seconds'):.1f} "
             f"| {median(way, 'trace_seconds'):.1f} |"
         )

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.losses import NextToken
+from adaptive_batching._torchtune.stock.objective import Batch, Sums
 from adaptive_batching._torchtune.train.loop import Training
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Fixed
+from adaptive_batching.torchtune import AdaptiveBatching
 from tests.conftest import TuneRun, assert_close
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import SGD
@@ -106,3 +110,22 @@ def test_a_row_that_runs_out_of_memory_runs_again_in_smaller_ones(
     disarm()
     assert "running the step's samples again" in caplog.text
     assert_close(recovered, undisturbed, epoch=0)
+
+
+class NotOfRows(NextToken):
+    """Takes its labels apart as those of a padded batch."""
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        batch["labels"][:, : batch["labels"].shape[1] // 2] = self._loss.ignore_index
+        return super().loss(model, batch, weight)
+
+
+def test_a_loss_that_is_another_in_a_row_gets_padded_samples(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    make = staticmethod(lambda parts: NotOfRows(parts.collate, parts.loss, parts.activations, parts.num_chunks))
+    monkeypatch.setattr(AdaptiveBatching, "make_objective", make)
+    run = tune_run("full", *SGD, *AUTO, "batch_size=12", "adaptive_batching.audit_every=1000")
+    assert "samples of similar length are padded, as they cannot lie end to end: NotOfRows has a loss of" in caplog.text
+    assert any(step["padded_tokens"] > step["tokens"] for step in events(run, "step"))

@@ -28,8 +28,6 @@ from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock import compiling
-from adaptive_batching._torchtune.stock.data import is_packed
-from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.objective import Sums
 from adaptive_batching._torchtune.train.collectives import collectives_of
@@ -38,6 +36,7 @@ from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSc
 from adaptive_batching._torchtune.train.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probed, find_maximum, sizing_of
 from adaptive_batching._torchtune.train.recipe_work import parallel_of
+from adaptive_batching._torchtune.train.rows import lay_end_to_end
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._torchtune.train.training_work import TrainingWork
@@ -216,23 +215,6 @@ class Session:
         ranks = self.host.ranks
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)
-
-
-def lay_end_to_end(host: Host) -> Host:
-    """Return ``host`` with models that take samples end to end in one row, or say why samples are padded."""
-    if is_packed(host.loader.dataset) or not host.objective.is_text(host.loader.dataset[0]):
-        return host  # packs are rows, and what images take is not known
-    why = None
-    if not host.objective.lays:
-        why = f"{host.name} collates by a function of its own"
-    elif host.tensor_parallel:
-        why = "layers are divided among devices"
-    else:
-        why = why_not_in_rows(host.models)
-    if why is not None:
-        log.info("samples of similar length are padded, as they cannot lie end to end: %s", why)
-        return host
-    return replace(host, rows=RowSeams(host.models))
 
 
 def check_that_splitting_is_exact(

@@ -1,0 +1,69 @@
+"""Rows of samples end to end in a recipe: found out before training that they are computed as samples are."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._torchtune.stock.data import Sample, is_packed
+from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
+from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.stock.objective import Batch
+from adaptive_batching._torchtune.train.gradients import to_device
+from adaptive_batching._values import first_line
+
+log = logging.getLogger(__name__)
+
+_TO_LOOK_AT = 32  # samples, among which two short ones are looked for
+_STEPS = 8  # of the type's precision that losses may differ by
+
+
+def lay_end_to_end(host: Host) -> Host:
+    """Return ``host`` with models that take samples end to end in one row, or say why samples are padded."""
+    if is_packed(host.loader.dataset) or not host.objective.is_text(host.loader.dataset[0]):
+        return host  # packs are rows, and what images take is not known
+    if not host.objective.lays:
+        why: str | None = f"{host.name} collates by a function of its own"
+    elif host.tensor_parallel:
+        why = "layers are divided among devices"
+    else:
+        why = why_not_in_rows(host.models) or _why_not_its_loss(host)
+    if why is not None:
+        log.info("samples of similar length are padded, as they cannot lie end to end: %s", why)
+        return host
+    return replace(host, rows=RowSeams(host.models))
+
+
+def _why_not_its_loss(host: Host) -> str | None:
+    """Return why the loss of a row is not that of its samples, in words; None if it is."""
+    objective, name = copy.copy(host.objective), type(host.objective).__name__
+    some = [host.loader.dataset[index] for index in range(min(_TO_LOOK_AT, len(host.loader.dataset)))]
+    learned = sorted((each for each in some if objective.counts([each]).terms), key=objective.size_in_row)
+    samples: list[Sample] = list(islice(learned, 2))
+    if len(samples) < 2:
+        return None  # an audit in training would see it
+
+    def loss(batch: Batch, terms: int) -> float:
+        to_device(batch, host.device)
+        return float(objective.loss(host.model, batch, float(terms))[1].loss)
+
+    with rehearsal(host.models, host.device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for model in host.models:
+            model.eval()
+        objective.begin_step(0, len(samples))
+        terms = [objective.counts([sample]).terms for sample in samples]
+        alone = sum(loss(objective.collate([one]), number) for one, number in zip(samples, terms, strict=True))
+        with RowSeams(host.models).open():
+            try:
+                row = loss(objective.lay(samples), sum(terms))
+            except Exception as error:  # of an objective that nobody here has seen
+                return f"{name} fails on a row ({type(error).__name__}: {first_line(error)})"
+    eps = torch.finfo(next(host.model.parameters()).dtype).eps
+    if abs(row - alone) > _STEPS * eps * abs(alone):
+        return f"{name} has a loss of {row:.6g} for a row of two samples that have {alone:.6g}"
+    return None
