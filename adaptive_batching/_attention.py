@@ -83,7 +83,7 @@ class SampleBounds:
         return self._made[key]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_within_samples(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,7 +122,8 @@ def attend_within_samples(
         return _attend_at_once(varlen_attn, query, key, value, bounds, causal=causal, scale=scale, window=window)
     is_grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for q, k, v in zip(*(tensor.split(bounds.lengths, 2) for tensor in (query, key, value)), strict=True):
+    pieces = (torch.split(tensor, list(bounds.lengths), 2) for tensor in (query, key, value))
+    for q, k, v in zip(*pieces, strict=True):
         mask = None
         if window is not None and q.shape[2] > window:
             mask = bounds.band(query, window, causal=causal)[: q.shape[2], : q.shape[2]]
@@ -164,7 +165,7 @@ def _fused(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tens
 
 
 @functools.cache
-def _varlen_attn() -> Callable[..., torch.Tensor] | None:
+def _varlen_attn() -> Callable[..., Any] | None:
     """Return torch's kernel, of 2.11 and later."""
     import inspect
 

@@ -64,7 +64,9 @@ class RowSeams:
             if not isinstance(mask, SampleBounds):
                 return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)  # type: ignore[no-any-return]
             self.attended += 1
-            return attend_within_samples(q, k, v, mask, causal=causal, dropout=dropout_p)
+            return attend_within_samples(  # type: ignore[no-any-return]
+                q, k, v, mask, causal=causal, dropout=dropout_p
+            )
 
         return attention
 
@@ -127,7 +129,7 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
         return "has samples of a row change those after them"
     eps = torch.finfo(next(model.parameters()).dtype).eps
     noise = max(_off(few[None, : one.shape[1]], one) for few, one in zip(padded, alone, strict=True))
-    off = max(map(_off, row.split(_LENGTHS, 1), alone))
+    off = max(map(_off, torch.split(row, list(_LENGTHS), 1), alone))
     if off > max(_TIMES_PADDING * noise, _STEPS * eps):
         return f"computes a row with a difference of {off:.1e}, where padding makes one of {noise:.1e}"
     return None
