@@ -185,8 +185,8 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             with meter.limit(min(resting + room, 2**60)):
                 losses, speed, _ = train(recipe)
             found.append((losses, speed))
-            assert recipe._session is not None
-            recoveries = recipe._session.split_policy.limit.num_recoveries
+            session: Any = recipe._session
+            recoveries = session.split_policy.limit.num_recoveries
             room = int(0.7 * (meter.peak_bytes() - resting))
     (free, speed), (limited, slower) = found
     return {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from adaptive_batching._torchtune.stock.host import Host
-from adaptive_batching._torchtune.train.loop import Training
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._values import ByLength, Fixed
 from tests.conftest import TuneRun, assert_close
 from tests.integration.faults import disarm, plan
@@ -49,7 +49,7 @@ def test_a_row_has_the_gradient_of_one_sample_at_a_time(
     class Compared:
         """In place of the training loop."""
 
-        def __init__(self, training: Training, *arguments: Any, **named: Any) -> None:
+        def __init__(self, training: TrainingRun, *arguments: Any, **named: Any) -> None:
             self.host = training.host
 
         def run(self) -> None:
