@@ -144,7 +144,7 @@ class StepRunner(Generic[Samples, P, R]):
     def _try(self, groups: Sequence[Samples], *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
         """Run the parts of ``groups`` until some run out of memory; return these, or None if all have run."""
         for parts in self._work.split(groups, self.limit.max_tokens):
-            parts = self._filled_up(parts)
+            parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
             if self._audit is not None and (len(parts) > 1 or not self._parallel.roots):
@@ -156,7 +156,7 @@ class StepRunner(Generic[Samples, P, R]):
             self.done += zip(parts, outcome.results, strict=True)
         return None
 
-    def _filled_up(self, parts: Sequence[P]) -> Sequence[P]:
+    def filled_up(self, parts: Sequence[P]) -> Sequence[P]:
         """Return ``parts`` and more without weight, so that a rank runs one, and under FSDP as many as every other."""
         most = len(parts)
         if not self._parallel.roots:
@@ -229,7 +229,7 @@ class StepRunner(Generic[Samples, P, R]):
 
     def _run_as_batch(self, lists: Sequence[list[Any]]) -> bool:
         """Leave the gradient of a batch that has these parts; return False if memory ran out on any rank."""
-        parts = self._filled_up(self._work.as_batch(lists))
+        parts = self.filled_up(self._work.as_batch(lists))
         return not self.run_once(self._work.runs(parts)).failed
 
     def keep(self) -> list[tuple[P, R]]:
