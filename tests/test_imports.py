@@ -17,18 +17,19 @@ SITE = "sitecustomize.py"  # imported by every Python process on the emulated de
 MODULES = sorted(PACKAGE.glob("**/*.py"))
 CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.relative_to(PACKAGE).parts)]
 TRAIN = "adaptive_batching._torchtune.train."
-MEMORY = {"memory", "out_of_memory"}
+MEMORY = {"caching_allocator", "memory", "out_of_memory", "unused_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "attention": {"device"},
     "values": set(),
+    "caching_allocator": set(),
     "config": {"values"},
-    "dry_run": {"emulated_device", "gpus", "memory", "plan", "report", "shortage", "values"},
+    "dry_run": {"caching_allocator", "emulated_device", "gpus", "plan", "report", "shortage", "values"},
     "emulated_device": {"values"},
-    "environment": {"memory", "ranks", "trace", "values"},
+    "environment": {"caching_allocator", "ranks", "trace", "values"},
     "device": set(),
     "evidence": {"device", "snapshot", "without_chance"},
-    "memory": {"out_of_memory"},
+    "memory": {"caching_allocator", "unused_memory"},
     "out_of_memory": set(),
     "patches": set(),
     "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     "snapshot": {"device", "out_of_memory", "values"},
     "step": {"device", "evidence", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
     "trace": {"device", "ranks", "snapshot"},
+    "unused_memory": {"out_of_memory"},
     "without_chance": set(),
 }
 PURE = {

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from adaptive_batching._caching_allocator import allocator_advice
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.errors import describe_error, write_process
 from adaptive_batching._dry_run.history import (
@@ -52,7 +53,6 @@ from adaptive_batching._dry_run.history import (
 from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
-from adaptive_batching._memory import allocator_advice
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching._caching_allocator import Segments, allocator_advice
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, little_to_collect, memory_meter
+from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
@@ -36,6 +37,7 @@ from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep, TraceError
 from adaptive_batching._trace.training import Run, TrainingStep
+from adaptive_batching._unused_memory import little_to_collect
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from adaptive_batching._caching_allocator import allocator_advice, bytes_in_use
 from adaptive_batching._device import RandomState
-from adaptive_batching._memory import allocator_advice, bytes_in_use, release_cached_memory
 from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
@@ -20,6 +20,7 @@ from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.work import P, R, Samples, Work
+from adaptive_batching._unused_memory import release_cached_memory
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from adaptive_batching._memory import num_allocation_retries
+from adaptive_batching._caching_allocator import num_allocation_retries
 from adaptive_batching._snapshot import StepState
 
 Samples = TypeVar("Samples")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, release_cached_memory
+from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest, Sizing, size_up
@@ -39,6 +39,7 @@ from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import Explore
 
 log = logging.getLogger(__name__)
