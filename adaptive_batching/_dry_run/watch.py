@@ -108,9 +108,10 @@ class Watch:
 
     def begin(self) -> None:
         """Look on from the moment that the process asks for a device."""
-        torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(self._begin_on_device)  # type: ignore[no-untyped-call]
         register_module_parameter_registration_hook(self._remember)
         register_module_module_registration_hook(self._remember)
+        # In an optimizer that is compiled, hooks would be, too.
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
@@ -156,12 +157,12 @@ class Watch:
             self._modules.add(module)
 
     @_harmless
-    def _record(self) -> None:
+    def _begin_on_device(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
         torch._C._cuda_attach_out_of_memory_observer(self._note_out_of_memory)  # type: ignore[attr-defined]
         reset = torch._C._cuda_resetPeakMemoryStats
 
-        def keep_and_reset(device: int) -> None:
+        def keep_and_reset(device: int) -> None:  # as a script does that prints the peak of each step
             self._keep_peaks()
             reset(device)
 
@@ -201,7 +202,7 @@ class Watch:
         self._script.before_step(optimizer)
         self._called_us[optimizer] = _now_us()
         self._counts.setdefault(optimizer, 0)
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:  # else a step within a backward pass, one for each parameter
             self._label()
 
     @_harmless
@@ -284,6 +285,7 @@ class Watch:
         self._write(ended=False)
 
     def _label(self) -> None:
+        """Note which memory holds weights, gradients and states now; the allocator's history knows addresses alone."""
         labels: dict[int, str] = {}
         seen: set[nn.Module] = set()
         modules = [part for module in list(self._modules) for _, part in module.named_modules(memo=seen)]
@@ -315,29 +317,26 @@ class Watch:
     def _write(self, *, ended: bool) -> None:
         """Write what is known, all at once: in short while the script runs, which may be killed, in full at its end."""
         with self._writing:
-            if not self._is_written:
-                self._is_written = ended
-                self._write_file(ended=ended)
-
-    def _write_file(self, *, ended: bool) -> None:
-        self._keep_peaks()
-        device = max(self._peaks, key=lambda index: self._peaks[index]["reserved"], default=0)
-        steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
-        notes: dict[str, Any] = {
-            "process": self._process, "rank": _rank(), "device": device, "steps": steps,
-            "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
-            "reserved_now": self._reserved_now,
-            "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
-            "script": self._script.as_object(),
-        }  # fmt: skip
-        if ended:
-            notes["script"]["trains"] = self._trains()
-            notes["history"] = self._read_history(device)
-        write_process(self._folder, notes)
-
-    def _trains(self) -> bool:
-        """True if a model that can be trained is there, and is not in evaluation."""
-        return any(m.training and any(p.requires_grad for p in m.parameters()) for m in list(self._modules))
+            if self._is_written:
+                return
+            self._is_written = ended
+            self._keep_peaks()
+            device = max(self._peaks, key=lambda index: self._peaks[index]["reserved"], default=0)
+            steps = [asdict(end - begin) for begin, end in zip(self._counters, self._counters[1:], strict=False)]
+            notes: dict[str, Any] = {
+                "process": self._process, "rank": _rank(), "device": device, "steps": steps,
+                "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
+                "reserved_now": self._reserved_now,
+                "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
+                "script": self._script.as_object(),
+            }  # fmt: skip
+            if ended:
+                notes["script"]["trains"] = any(
+                    module.training and any(weight.requires_grad for weight in module.parameters())
+                    for module in list(self._modules)
+                )
+                notes["history"] = self._read_history(device)
+            write_process(self._folder, notes)
 
     def _read_history(self, device: int) -> dict[str, Any]:
         gc.disable()  # the process ends; a collection would look at all of a million events, again and again
