@@ -44,6 +44,7 @@ class TrainingRun:
         self._save_every = settings.save_every_n_steps  # None for the end of each epoch
 
     def begin(self) -> None:
+        """Begin as stock's loops do."""
         host, run = self.host, self.run
         if host.is_compiled:
             log.info("the model is compiled in its first forward: expect a slow first step")
@@ -55,13 +56,24 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def epoch(self, number: int) -> Iterator[None]:
-        """Train an epoch inside, in limited memory, and save when it has ended."""
-        self._start_epoch(number)
+        """Decide on the size that an epoch starts with, train it inside, in limited memory, and save it."""
+        schedule = self.schedule
+        decision = schedule.start_epoch(number)
+        if isinstance(schedule, Growth) and decision is not None:
+            expected = schedule.batch_schedule.expected()
+            for watcher in self.watchers:
+                watcher.epoch(
+                    epoch=number, step=self.global_step, batch_size=decision.batch_size,
+                    global_batch_size=schedule.global_batch_size, steps=expected.steps, samples=expected.samples,
+                    dropped_samples=expected.dropped_samples, reason=decision.reason,
+                )  # fmt: skip
+        self._note_progress(epochs_run=number)
+        self.host.loader.sampler.set_epoch(number)
         with self._limit:
             self._limit.enter_context(self.limited())
             yield
         # Outside of the limit, as nothing may come in the way of a checkpoint.
-        is_last = self.schedule.batch_schedule.run_is_over or number + 1 == self.run.epochs
+        is_last = schedule.batch_schedule.run_is_over or number + 1 == self.run.epochs
         self._note_progress(epochs_run=number + 1)
         if self._save_every is None or is_last or self._is_step_to_save:
             self._save(number, is_last=is_last)
@@ -71,6 +83,7 @@ class TrainingRun:
             self.run.profiler.stop()
 
     def count_step(self, epoch: int) -> None:
+        """Count a step of ``epoch`` that has been taken."""
         self.global_step += 1
         self._note_progress(epochs_run=epoch)
 
@@ -112,20 +125,6 @@ class TrainingRun:
         yield
         if index == end:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _start_epoch(self, number: int) -> None:
-        schedule = self.schedule
-        decision = schedule.start_epoch(number)
-        if isinstance(schedule, Growth) and decision is not None:
-            expected = schedule.batch_schedule.expected()
-            for watcher in self.watchers:
-                watcher.epoch(
-                    epoch=number, step=self.global_step, batch_size=decision.batch_size,
-                    global_batch_size=schedule.global_batch_size, steps=expected.steps, samples=expected.samples,
-                    dropped_samples=expected.dropped_samples, reason=decision.reason,
-                )  # fmt: skip
-        self._note_progress(epochs_run=number)
-        self.host.loader.sampler.set_epoch(number)
 
     def _note_progress(self, *, epochs_run: int) -> None:
         steps_per_epoch = self.schedule.batch_schedule.steps_per_epoch
