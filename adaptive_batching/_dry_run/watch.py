@@ -133,30 +133,6 @@ class Watch:
         self._inputs.begin()
 
     @_harmless
-    def _watch_graphs(self) -> None:
-        end, replay = torch.cuda.CUDAGraph.capture_end, torch.cuda.CUDAGraph.replay
-
-        @functools.wraps(end)
-        def end_and_note(graph: torch.cuda.CUDAGraph) -> None:
-            end(graph)
-            if self._captures_step:
-                self._captures_step = False
-                self._graphs.add(graph)
-
-        @functools.wraps(replay)
-        def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
-            replay(graph)
-            if graph in self._graphs:
-                self._end_step()
-
-        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
-        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
-
-    def _remember(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._modules.add(module)
-
-    @_harmless
     def _begin_on_device(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
         torch._C._cuda_attach_out_of_memory_observer(self._note_out_of_memory)  # type: ignore[attr-defined]
@@ -172,14 +148,7 @@ class Watch:
         self._write(ended=False)
         threading.Thread(target=self._write_now_and_then, name="dry-run", daemon=True).start()
 
-    def _write_now_and_then(self) -> None:
-        while not self._is_written:
-            time.sleep(EVERY)
-            self._write_in_short()
-
-    @_harmless
-    def _write_in_short(self) -> None:
-        self._write(ended=False)
+    # Steps
 
     @_harmless
     def _before_pass(self, number: int) -> None:
@@ -239,6 +208,27 @@ class Watch:
         if len(self._ends_us) >= self._most_steps:
             self._stop()
 
+    @_harmless
+    def _watch_graphs(self) -> None:
+        """Count a step that a graph has captured each time that the graph is replayed, in which no hook is called."""
+        end, replay = torch.cuda.CUDAGraph.capture_end, torch.cuda.CUDAGraph.replay
+
+        @functools.wraps(end)
+        def end_and_note(graph: torch.cuda.CUDAGraph) -> None:
+            end(graph)
+            if self._captures_step:
+                self._captures_step = False
+                self._graphs.add(graph)
+
+        @functools.wraps(replay)
+        def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
+            replay(graph)
+            if graph in self._graphs:
+                self._end_step()
+
+        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
+        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
+
     def _stop(self) -> None:
         """End the process: what there is to know of it is known."""
         torch.cuda.synchronize()  # other processes may wait for a collective of this one
@@ -249,40 +239,11 @@ class Watch:
         sys.stderr.flush()
         os._exit(0)
 
-    @_harmless
-    def _note_error(self, error: BaseException) -> None:
-        """Keep the error that ends the script, also of one that has not come to use the device."""
-        self._error = describe_error(error)
-        if os.getpid() == self._process and not _uses_device():
-            self._write(ended=False)
+    # Memory
 
-    @_harmless
-    def _end(self) -> None:
-        if _uses_device() and os.getpid() == self._process:
-            self._label()
-            self._write(ended=True)
-
-    @_harmless
-    def _note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
-        """Keep what is known of an allocation that fails, from within it."""
-        own = stack_of(sys._getframe().f_back)  # none in a backward pass's own thread
-        is_main = threading.current_thread() is threading.main_thread()
-        main = threading.main_thread().ident or 0
-        stack = own if is_main else stack_of(sys._current_frames()[main])  # which waits for the backward pass
-        stats = torch.cuda.memory_stats(device)
-        allocated, reserved = (int(stats[f"{name}_bytes.all.current"]) for name in ("allocated", "reserved"))
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
-        shortage = Shortage(asked, max(min(free, allowed), 0), allocated, reserved)
-        setting = allocator_advice(torch.device("cuda", device))
-        self._label()
-        self._out_of_memory.append({
-            "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
-            "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
-            "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
-            "allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": shortage.free,
-            "causes": [cause_of(shortage, self._starts, None, setting), self._inputs.larger(asked)],
-        })  # fmt: skip
-        self._write(ended=False)
+    def _remember(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._modules.add(module)
 
     def _label(self) -> None:
         """Note which memory holds weights, gradients and states now; the allocator's history knows addresses alone."""
@@ -313,6 +274,52 @@ class Watch:
                 peaks[name] = max(peaks.get(name, 0), int(stats[key]))
             peaks["retries"] = int(stats["num_alloc_retries"])
             self._reserved_now[device] = int(stats["reserved_bytes.all.current"])
+
+    @_harmless
+    def _note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        """Keep what is known of an allocation that fails, from within it."""
+        own = stack_of(sys._getframe().f_back)  # none in a backward pass's own thread
+        is_main = threading.current_thread() is threading.main_thread()
+        main = threading.main_thread().ident or 0
+        stack = own if is_main else stack_of(sys._current_frames()[main])  # which waits for the backward pass
+        stats = torch.cuda.memory_stats(device)
+        allocated, reserved = (int(stats[f"{name}_bytes.all.current"]) for name in ("allocated", "reserved"))
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        shortage = Shortage(asked, max(min(free, allowed), 0), allocated, reserved)
+        setting = allocator_advice(torch.device("cuda", device))
+        self._label()
+        self._out_of_memory.append({
+            "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
+            "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
+            "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
+            "allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": shortage.free,
+            "causes": [cause_of(shortage, self._starts, None, setting), self._inputs.larger(asked)],
+        })  # fmt: skip
+        self._write(ended=False)
+
+    # What is written
+
+    @_harmless
+    def _note_error(self, error: BaseException) -> None:
+        """Keep the error that ends the script, also of one that has not come to use the device."""
+        self._error = describe_error(error)
+        if os.getpid() == self._process and not _uses_device():
+            self._write(ended=False)
+
+    @_harmless
+    def _end(self) -> None:
+        if _uses_device() and os.getpid() == self._process:
+            self._label()
+            self._write(ended=True)
+
+    def _write_now_and_then(self) -> None:
+        while not self._is_written:
+            time.sleep(EVERY)
+            self._write_in_short()
+
+    @_harmless
+    def _write_in_short(self) -> None:
+        self._write(ended=False)
 
     def _write(self, *, ended: bool) -> None:
         """Write what is known, all at once: in short while the script runs, which may be killed, in full at its end."""
