@@ -42,7 +42,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    from adaptive_batching._memory import cuda_segments
+    from adaptive_batching._caching_allocator import cuda_segments
 
     yield "CUDA of torch", torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "none")
     if not torch.cuda.is_available():

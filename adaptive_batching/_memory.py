@@ -1,127 +1,30 @@
-"""Memory of devices and of the host: how it is measured, limited and given back."""
+"""Memory of a device or of the host: how much there is, how much a process takes, and how that is limited."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
-import re
 import sys
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from adaptive_batching._out_of_memory import forget_failed_backward
+from adaptive_batching._caching_allocator import (
+    Segments,
+    cuda_segments,
+    num_allocation_retries,
+    num_freed_bytes,
+    settings_in_environment,
+)
+from adaptive_batching._unused_memory import release_cached_memory
 
 # As docs/memory.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
 _WITHOUT_A_METER = "set use_maximum_batch_size: False, or set adaptive_batching.max_batch_size to grow without a probe"
-_ALLOCATOR_VARIABLES = (
-    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
-)  # fmt: skip
-# Settings that change when memory is reserved, or how fast, or on the host, but not how much of the device.
-_HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend:native|max_split_size_mb:-1")
-
-
-def allocator_advice(device: torch.device) -> str | None:
-    """Return a setting of CUDA's caching allocator that would let more fit, or None if it is set or does not apply."""
-    # By default it splits segments of fixed size, and the unused gaps between blocks count as taken.
-    chosen = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
-    if device.type != "cuda" or "expandable_segments" in chosen or "backend:cudaMallocAsync" in chosen:
-        return None
-    if torch.version.hip is not None and int(torch.version.hip.split(".")[0]) < 7:
-        return None  # it has no such segments
-    return "PYTORCH_ALLOC_CONF=expandable_segments:True"
-
-
-def num_allocation_retries(device: torch.device) -> int:
-    """Return how often the device's allocator has emptied its cache and retried; 0 if it does not count retries."""
-    return _counted(device, "num_alloc_retries")
-
-
-def bytes_in_use(device: torch.device) -> int:
-    """Return what the device's allocator has handed out; 0 if it does not say."""
-    return _counted(device, "allocated_bytes.all.current")
-
-
-def _counted(device: torch.device, name: str) -> int:
-    module = torch.get_device_module(device)
-    if not hasattr(module, "memory_stats_as_nested_dict"):
-        return int(module.memory_stats(device).get(name, 0)) if hasattr(module, "memory_stats") else 0
-    stats: Any = module.memory_stats_as_nested_dict(device)  # which takes an eighth of the time, in each step
-    for key in name.split("."):
-        stats = stats.get(key, {})
-    return int(stats or 0)
-
-
-@contextlib.contextmanager
-def little_to_collect() -> Iterator[None]:
-    """Leave what torch has made so far out of collections: each trial step and recovery makes one, of half a second."""
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
-
-
-def release_cached_memory(device: torch.device) -> None:
-    """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host.
-
-    Whatever cleans up after a failed forward or backward calls this, and so lets go of what autograd has kept of it.
-    """
-    forget_failed_backward(device)
-    gc.collect()
-    if device.type == "cpu":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps it otherwise
-        return
-    torch.get_device_module(device).empty_cache()
-    if device.type in ("cuda", "xpu"):  # others have no allocator of pinned memory that could be told so
-        of_torch = getattr(torch._C, "_host_emptyCache", lambda: None)  # before torch.accelerator had it
-        # It never shrinks by itself, however large the step that made it grow.
-        getattr(torch.accelerator, "empty_host_cache", of_torch)()
-
-
-def release_workspaces(device: torch.device) -> None:
-    """Release what cuBLAS works in: in an early segment, it keeps the allocator from giving that back."""
-    release = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if device.type == "cuda" and release is not None:
-        release()
-
-
-class Segments(Enum):
-    """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching._trace.allocator`."""
-
-    FIXED = "fixed"
-    EXPANDABLE = "expandable"
-
-
-def cuda_segments() -> Segments | None:
-    """Return how this process's allocator on CUDA reserves memory; None if that does not follow from known rules."""
-    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ or torch.cuda.get_allocator_backend() != "native":
-        return None
-    # A setting can be changed while the process runs, so that torch knows better than the environment.
-    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    settings = current() if current else ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
-    expands = False
-    for setting in filter(None, settings.replace(" ", "").split(",")):
-        if setting in ("expandable_segments:True", "expandable_segments:False"):
-            expands = setting.endswith("True")
-        elif not _HARMLESS_SETTINGS.fullmatch(setting):
-            return None
-    if not expands:
-        return Segments.FIXED
-    has_effect = torch.version.hip is None and sys.platform == "linux"  # elsewhere the setting may do nothing
-    return Segments.EXPANDABLE if has_effect else None
 
 
 def memory_meter(device: torch.device | str) -> MemoryMeter:
@@ -201,11 +104,11 @@ class MemoryMeter:
 
     def num_freed_bytes(self) -> int:
         """Return the bytes that the allocator has given back to the device since the process started."""
-        return _counted(self.device, "reserved_bytes.all.freed")
+        return num_freed_bytes(self.device)
 
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""
-        return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
+        return settings_in_environment()
 
     def segments(self) -> Segments | None:
         """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""

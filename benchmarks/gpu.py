@@ -36,11 +36,12 @@ from common import Recipe, write_report
 from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import memory_meter, release_cached_memory
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._torchtune.cli.quickstart import Architecture, build
 from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent
@@ -185,8 +186,8 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             with meter.limit(min(resting + room, 2**60)):
                 losses, speed, _ = train(recipe)
             found.append((losses, speed))
-            assert recipe._session is not None
-            recoveries = recipe._session.split_policy.limit.num_recoveries
+            session: Any = recipe._session
+            recoveries = session.split_policy.limit.num_recoveries
             room = int(0.7 * (meter.peak_bytes() - resting))
     (free, speed), (limited, slower) = found
     return {

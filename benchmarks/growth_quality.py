@@ -122,7 +122,7 @@ class Measured(AdaptiveBatching):
 
     def train(self) -> None:
         assert self._session is not None
-        self._session.loop(self, self.watchers).run()  # without the pictures that our recipe draws at the end
+        self._session.train(self, self.watchers)  # without the pictures that our recipe draws at the end
         if self.curve and self.curve[-1].steps < self._steps:
             self.evaluate()
 

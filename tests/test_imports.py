@@ -1,6 +1,7 @@
 """Data flows one way: recipes and cli -> adaptive_batching.torchtune -> the core; what decides knows no torch."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +16,20 @@ OUTER = {"torchtune.py", "_torchtune", "__main__.py", "transformers.py", "_trans
 SITE = "sitecustomize.py"  # imported by every Python process on the emulated device
 MODULES = sorted(PACKAGE.glob("**/*.py"))
 CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.relative_to(PACKAGE).parts)]
-MEMORY = {"memory", "out_of_memory"}
+TRAIN = "adaptive_batching._torchtune.train."
+MEMORY = {"caching_allocator", "memory", "out_of_memory", "unused_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "attention": {"device"},
     "values": set(),
+    "caching_allocator": set(),
     "config": {"values"},
-    "dry_run": {"emulated_device", "gpus", "memory", "plan", "report", "shortage", "values"},
+    "dry_run": {"caching_allocator", "emulated_device", "gpus", "plan", "report", "shortage", "values"},
     "emulated_device": {"values"},
-    "environment": {"memory", "ranks", "trace", "values"},
+    "environment": {"caching_allocator", "ranks", "trace", "values"},
     "device": set(),
     "evidence": {"device", "snapshot", "without_chance"},
-    "memory": {"out_of_memory"},
+    "memory": {"caching_allocator", "unused_memory"},
     "out_of_memory": set(),
     "patches": set(),
     "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
@@ -41,6 +44,7 @@ MAY_IMPORT = {
     "snapshot": {"device", "out_of_memory", "values"},
     "step": {"device", "evidence", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
     "trace": {"device", "ranks", "snapshot"},
+    "unused_memory": {"out_of_memory"},
     "without_chance": set(),
 }
 PURE = {
@@ -106,6 +110,22 @@ def test_rooms_of_the_recipes_import_from_lower_ones_alone(path: Path) -> None:
     assert not imported_rooms & {*rooms[own + 1 :]}
     assert own == rooms.index("cli") or "recipe_classes" not in imported_rooms
     assert not any(name.startswith("main") for name in ours(path))
+
+
+def test_ppo_calls_the_room_that_trains_and_none_of_its_classes_is_called_back_from_there() -> None:
+    """A recipe is a mixin, and work is an interface; nothing else there may leave a gap that PPO fills."""
+    bases, overridden = set[str](), set[str]()
+    for path in (PACKAGE / "_torchtune" / "ppo").glob("*.py"):
+        module = importlib.import_module(f"adaptive_batching._torchtune.ppo.{path.stem}")
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__:
+                of_train = [base for base in kind.__mro__ if base.__module__.startswith(TRAIN)]
+                bases |= {base.__name__ for base in of_train}
+                if kind.__name__ != "AdaptivePPO":
+                    private = {name for name in vars(kind) if name[0] == "_" != name[-1] and name != "_abc_impl"}
+                    overridden |= {name for base in of_train for name in private & vars(base).keys()}
+    assert bases == {"AdaptiveBatching", "RecipeWork"}
+    assert not overridden
 
 
 @pytest.mark.parametrize("name", sorted(PURE))

@@ -11,20 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaptive_batching import _memory as memory
-from adaptive_batching._memory import (
-    _ALLOCATOR_VARIABLES,
-    CpuMeter,
-    MemoryMeter,
-    Segments,
-    _status,
-    allocator_advice,
-    cuda_segments,
-    keep_little_on_the_host,
-    memory_meter,
-    release_cached_memory,
-)
+from adaptive_batching import _unused_memory
+from adaptive_batching._caching_allocator import _ALLOCATOR_VARIABLES, Segments, allocator_advice, cuda_segments
+from adaptive_batching._memory import CpuMeter, MemoryMeter, _status, keep_little_on_the_host, memory_meter
 from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._unused_memory import release_cached_memory
 
 MIB = 2**20
 MAP_NORESERVE = 0x4000  # of Linux, which Python 3.11 has no name for
@@ -207,7 +198,7 @@ def test_pinned_memory_that_a_step_took_is_given_back(
     device = SimpleNamespace(empty_cache=lambda: given_back.append("device"))
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append("host"), raising=False)
-    monkeypatch.setattr(memory, "forget_failed_backward", lambda device: None)  # there is no such device
+    monkeypatch.setattr(_unused_memory, "forget_failed_backward", lambda device: None)  # there is no such device
     release_cached_memory(SimpleNamespace(type=device_type))  # type: ignore[arg-type]
     assert given_back == ["device", "host"][: 1 + pins]
 

@@ -106,8 +106,18 @@ class DryRun:
         return self.card.memory_bytes - self.card.context_bytes - reserved
 
     @property
+    def needed_besides(self) -> int:
+        """The most that may be in use outside the allocator, beyond the context that the emulated card has."""
+        return sum(overhead.most for overhead in outside_of_allocator(len(self.processes))) - self.card.context_bytes
+
+    @property
     def retries(self) -> int:
         return max((int(process["peaks"].get("retries", 0)) for process in self.processes), default=0)
+
+    @property
+    def survived(self) -> int:
+        """Times that the script ran out of memory and went on."""
+        return sum(len(process["out_of_memory"]) for process in self.processes) - (self.failure is not None)
 
     @property
     def answer(self) -> Answer:
@@ -115,7 +125,7 @@ class DryRun:
             return Answer.DOES_NOT_FIT
         if self.why_not is not None:
             return Answer.CANNOT_TELL
-        return Answer.TIGHT if self.retries or self._needed_besides > self.left_bytes else Answer.FITS
+        return Answer.TIGHT if self.retries or self.needed_besides > self.left_bytes else Answer.FITS
 
     @property
     def why_not(self) -> str | None:
@@ -162,11 +172,6 @@ class DryRun:
             return "no backward pass was made, and the model is in training mode"
         return None
 
-    @property
-    def _needed_besides(self) -> int:
-        """The most that may be in use outside the allocator, beyond the context that the emulated card has."""
-        return sum(overhead.most for overhead in outside_of_allocator(len(self.processes))) - self.card.context_bytes
-
 
 def _fatal(process: dict[str, Any]) -> dict[str, Any] | None:
     """Return the allocation that failed after the last whole step."""
@@ -212,8 +217,6 @@ def _condition(run: DryRun) -> str | None:
 def as_object(run: DryRun) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     worst = run.worst or {"peaks": {}, "steps": [], "out_of_memory": []}
-    failure = run.failure
-    survived = sum(len(process["out_of_memory"]) for process in run.processes) - (failure is not None)
     return {
         "version": VERSION,
         "answer": str(run.answer),
@@ -228,8 +231,8 @@ def as_object(run: DryRun) -> dict[str, Any]:
         "backward_passes": run.passes,
         "why": run.why_not if run.answer is Answer.CANNOT_TELL else None,
         "ended_by": run.condition,
-        "out_of_memory_survived": survived,
-        "failed_allocation": failure,
+        "out_of_memory_survived": run.survived,
+        "failed_allocation": run.failure,
         "peak": {key: value for key, value in worst.get("history", {}).items() if key not in ("points", "steps_end")},
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
         "processes": len(run.processes),
@@ -256,12 +259,13 @@ def in_words(run: DryRun) -> list[str]:
         return lines
     lines += _peak(run, worst)
     if worst["steps"]:
-        lines.append(_row("a step", _asked(worst["steps"][-1])))
+        step = worst["steps"][-1]
+        asked = [f"{word} {step[name]:,}" for name, word in _ASKED.items()]
+        lines.append(_row("a step", ", ".join([*asked, f"copies {sum(step[name] for name in _COPIES):,}"])))
     if run.failure is None:
         lines += _how_it_ended(run)
-    survived = as_object(run)["out_of_memory_survived"]
-    if survived:
-        times = "once" if survived == 1 else f"{survived} times"
+    if run.survived:
+        times = "once" if run.survived == 1 else f"{run.survived} times"
         lines.append(_row("survived", f"ran out of memory {times} and went on"))
     if worst["trouble"]:
         lines.append(_row("missing", f"parts of this report: {worst['trouble']}"))
@@ -314,28 +318,30 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
 def _how_it_ended(run: DryRun) -> list[str]:
     """Return how the script came to its end, as far as that says what the answer is worth, and what to do."""
     scripts = [process["script"] for process in run.training]
-    fine = run.answer is not Answer.CANNOT_TELL
+    is_answered = run.answer is not Answer.CANNOT_TELL
     lines = []
-    if fine and not run.steps:
+    if is_answered and not run.steps:
         kept = (
             "what another optimizer keeps counts if it was made by then" if run.passes else "the script ran to its end"
         )
         lines.append(_row("no step", f"no optimizer of torch.optim took one; {kept}"))
-    if fine and run.steps and not run.was_stopped:
+    if is_answered and run.steps and not run.was_stopped:
         lines.append(_row("ended", f"by itself, after {run.steps} step{'' if run.steps == 1 else 's'}"))
-    if fine and run.was_stopped:
+    if is_answered and run.was_stopped:
         lines.append(_row("not run", "what follows, such as an evaluation or a checkpoint; --whole runs all of it"))
+
+    # A loss of zero can end a script, or have it leave out the steps.
     if run.condition is not None:
         lines.append(
             _row("ended by", f"{run.condition}, a condition on a value of the device; losses are zero in a dry run")
         )
         lines.append(_row("to do", f"leave it out where os.environ has {DRY_RUN}"))
-    elif not fine and run.ending.exit_code == 0 and not run.ending.interrupted and run.worst is not None:
+    elif not is_answered and run.ending.exit_code == 0 and not run.ending.interrupted and run.worst is not None:
         read = next((script["last_read"] for script in scripts if script["last_read"]), None)
-        left = next((script["exit"] for script in scripts if script["exit"]), None)
+        exit_line = next((script["exit"] for script in scripts if script["exit"]), None)
         if not run.was_stopped:
             last = "" if read is None else f"; the last line to read a value, which is zero in a dry run, was {read}"
-            lines.append(_row("ended by", ("the end of the script" if left is None else left) + last))
+            lines.append(_row("ended by", (exit_line or "the end of the script") + last))
         if any("history" in why for script in scripts for why in script["idle"].values()):
             todo = "measure with SGD, and add the history"
         elif any(script["optimizers"] for script in scripts):
@@ -343,6 +349,7 @@ def _how_it_ended(run: DryRun) -> list[str]:
         else:
             todo = "call model.eval() if it does not train"
         lines.append(_row("to do", todo))
+
     by_check = any(error["is_of_script"] and _reads_value(error["line"], scripts) for error in run.errors)
     if by_check or any(error["text"].startswith(_OF_ZEROS) for error in run.errors):
         lines.append(
@@ -357,14 +364,9 @@ def _reads_value(line: str | None, scripts: Sequence[dict[str, Any]]) -> bool:
     return line is not None and line.split()[0] in at
 
 
-def _asked(step: dict[str, int]) -> str:
-    copies = sum(step[name] for name in _COPIES)
-    return ", ".join([*(f"{word} {step[name]:,}" for name, word in _ASKED.items()), f"copies {copies:,}"])
-
-
 def _why_tight(run: DryRun) -> str:
     if run.retries:
         times = "once" if run.retries == 1 else f"{run.retries} times"
         return f"the allocator had to empty its cache {times}, which is slow"
-    most = memory_size(run.card.context_bytes + run._needed_besides)
+    most = memory_size(run.card.context_bytes + run.needed_besides)
     return f"CUDA's context and NCCL may take up to {most} on a real card"

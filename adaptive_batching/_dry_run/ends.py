@@ -32,11 +32,9 @@ def condition_on_a_value(source: str, reads: Set[int], steps: Set[int]) -> int |
         if isinstance(node, (ast.If, ast.While)) and _depends(node.test, reads, names)
         and (not steps or _ends(node, tree, steps))
     ]  # fmt: skip
-    return max((node.test.lineno for node in conditions), default=None) if steps else _first_with_an_effect(conditions)
-
-
-def _first_with_an_effect(conditions: list[ast.If | ast.While]) -> int | None:
-    """Return the line of the first condition that passes over something."""
+    if steps:
+        return max((node.test.lineno for node in conditions), default=None)
+    # Nothing was trained: the first that passes over something has left it out.
     passing = [node for node in conditions if isinstance(node, ast.While) or any(map(_passes_over, ast.walk(node)))]
     return min((node.test.lineno for node in passing), default=None)
 

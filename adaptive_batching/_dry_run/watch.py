@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from adaptive_batching._caching_allocator import allocator_advice
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.errors import describe_error, write_process
 from adaptive_batching._dry_run.history import (
@@ -52,7 +53,6 @@ from adaptive_batching._dry_run.history import (
 from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
-from adaptive_batching._memory import allocator_advice
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
@@ -108,9 +108,10 @@ class Watch:
 
     def begin(self) -> None:
         """Look on from the moment that the process asks for a device."""
-        torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(self._begin_on_device)  # type: ignore[no-untyped-call]
         register_module_parameter_registration_hook(self._remember)
         register_module_module_registration_hook(self._remember)
+        # In an optimizer that is compiled, hooks would be, too.
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
@@ -132,36 +133,12 @@ class Watch:
         self._inputs.begin()
 
     @_harmless
-    def _watch_graphs(self) -> None:
-        end, replay = torch.cuda.CUDAGraph.capture_end, torch.cuda.CUDAGraph.replay
-
-        @functools.wraps(end)
-        def end_and_note(graph: torch.cuda.CUDAGraph) -> None:
-            end(graph)
-            if self._captures_step:
-                self._captures_step = False
-                self._graphs.add(graph)
-
-        @functools.wraps(replay)
-        def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
-            replay(graph)
-            if graph in self._graphs:
-                self._end_step()
-
-        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
-        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
-
-    def _remember(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._modules.add(module)
-
-    @_harmless
-    def _record(self) -> None:
+    def _begin_on_device(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
         torch._C._cuda_attach_out_of_memory_observer(self._note_out_of_memory)  # type: ignore[attr-defined]
         reset = torch._C._cuda_resetPeakMemoryStats
 
-        def keep_and_reset(device: int) -> None:
+        def keep_and_reset(device: int) -> None:  # as a script does that prints the peak of each step
             self._keep_peaks()
             reset(device)
 
@@ -171,14 +148,7 @@ class Watch:
         self._write(ended=False)
         threading.Thread(target=self._write_now_and_then, name="dry-run", daemon=True).start()
 
-    def _write_now_and_then(self) -> None:
-        while not self._is_written:
-            time.sleep(EVERY)
-            self._write_in_short()
-
-    @_harmless
-    def _write_in_short(self) -> None:
-        self._write(ended=False)
+    # Steps
 
     @_harmless
     def _before_pass(self, number: int) -> None:
@@ -201,7 +171,7 @@ class Watch:
         self._script.before_step(optimizer)
         self._called_us[optimizer] = _now_us()
         self._counts.setdefault(optimizer, 0)
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:  # else a step within a backward pass, one for each parameter
             self._label()
 
     @_harmless
@@ -238,6 +208,27 @@ class Watch:
         if len(self._ends_us) >= self._most_steps:
             self._stop()
 
+    @_harmless
+    def _watch_graphs(self) -> None:
+        """Count a step that a graph has captured each time that the graph is replayed, in which no hook is called."""
+        end, replay = torch.cuda.CUDAGraph.capture_end, torch.cuda.CUDAGraph.replay
+
+        @functools.wraps(end)
+        def end_and_note(graph: torch.cuda.CUDAGraph) -> None:
+            end(graph)
+            if self._captures_step:
+                self._captures_step = False
+                self._graphs.add(graph)
+
+        @functools.wraps(replay)
+        def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
+            replay(graph)
+            if graph in self._graphs:
+                self._end_step()
+
+        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
+        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
+
     def _stop(self) -> None:
         """End the process: what there is to know of it is known."""
         torch.cuda.synchronize()  # other processes may wait for a collective of this one
@@ -248,42 +239,14 @@ class Watch:
         sys.stderr.flush()
         os._exit(0)
 
-    @_harmless
-    def _note_error(self, error: BaseException) -> None:
-        """Keep the error that ends the script, also of one that has not come to use the device."""
-        self._error = describe_error(error)
-        if os.getpid() == self._process and not _uses_device():
-            self._write(ended=False)
+    # Memory
 
-    @_harmless
-    def _end(self) -> None:
-        if _uses_device() and os.getpid() == self._process:
-            self._label()
-            self._write(ended=True)
-
-    @_harmless
-    def _note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
-        """Keep what is known of an allocation that fails, from within it."""
-        own = stack_of(sys._getframe().f_back)  # none in a backward pass's own thread
-        is_main = threading.current_thread() is threading.main_thread()
-        main = threading.main_thread().ident or 0
-        stack = own if is_main else stack_of(sys._current_frames()[main])  # which waits for the backward pass
-        stats = torch.cuda.memory_stats(device)
-        allocated, reserved = (int(stats[f"{name}_bytes.all.current"]) for name in ("allocated", "reserved"))
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
-        shortage = Shortage(asked, max(min(free, allowed), 0), allocated, reserved)
-        setting = allocator_advice(torch.device("cuda", device))
-        self._label()
-        self._out_of_memory.append({
-            "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
-            "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
-            "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
-            "allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": shortage.free,
-            "causes": [cause_of(shortage, self._starts, None, setting), self._inputs.larger(asked)],
-        })  # fmt: skip
-        self._write(ended=False)
+    def _remember(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._modules.add(module)
 
     def _label(self) -> None:
+        """Note which memory holds weights, gradients and states now; the allocator's history knows addresses alone."""
         labels: dict[int, str] = {}
         seen: set[nn.Module] = set()
         modules = [part for module in list(self._modules) for _, part in module.named_modules(memo=seen)]
@@ -312,32 +275,75 @@ class Watch:
             peaks["retries"] = int(stats["num_alloc_retries"])
             self._reserved_now[device] = int(stats["reserved_bytes.all.current"])
 
+    @_harmless
+    def _note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        """Keep what is known of an allocation that fails, from within it."""
+        own = stack_of(sys._getframe().f_back)  # none in a backward pass's own thread
+        is_main = threading.current_thread() is threading.main_thread()
+        main = threading.main_thread().ident or 0
+        stack = own if is_main else stack_of(sys._current_frames()[main])  # which waits for the backward pass
+        stats = torch.cuda.memory_stats(device)
+        allocated, reserved = (int(stats[f"{name}_bytes.all.current"]) for name in ("allocated", "reserved"))
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        shortage = Shortage(asked, max(min(free, allowed), 0), allocated, reserved)
+        setting = allocator_advice(torch.device("cuda", device))
+        self._label()
+        self._out_of_memory.append({
+            "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
+            "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
+            "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
+            "allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": shortage.free,
+            "causes": [cause_of(shortage, self._starts, None, setting), self._inputs.larger(asked)],
+        })  # fmt: skip
+        self._write(ended=False)
+
+    # What is written
+
+    @_harmless
+    def _note_error(self, error: BaseException) -> None:
+        """Keep the error that ends the script, also of one that has not come to use the device."""
+        self._error = describe_error(error)
+        if os.getpid() == self._process and not _uses_device():
+            self._write(ended=False)
+
+    @_harmless
+    def _end(self) -> None:
+        if _uses_device() and os.getpid() == self._process:
+            self._label()
+            self._write(ended=True)
+
+    def _write_now_and_then(self) -> None:
+        while not self._is_written:
+            time.sleep(EVERY)
+            self._write_in_short()
+
+    @_harmless
+    def _write_in_short(self) -> None:
+        self._write(ended=False)
+
     def _write(self, *, ended: bool) -> None:
         """Write what is known, all at once: in short while the script runs, which may be killed, in full at its end."""
         with self._writing:
-            if not self._is_written:
-                self._is_written = ended
-                self._write_file(ended=ended)
-
-    def _write_file(self, *, ended: bool) -> None:
-        self._keep_peaks()
-        device = max(self._peaks, key=lambda index: self._peaks[index]["reserved"], default=0)
-        steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
-        notes: dict[str, Any] = {
-            "process": self._process, "rank": _rank(), "device": device, "steps": steps,
-            "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
-            "reserved_now": self._reserved_now,
-            "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
-            "script": self._script.as_object(),
-        }  # fmt: skip
-        if ended:
-            notes["script"]["trains"] = self._trains()
-            notes["history"] = self._read_history(device)
-        write_process(self._folder, notes)
-
-    def _trains(self) -> bool:
-        """True if a model that can be trained is there, and is not in evaluation."""
-        return any(m.training and any(p.requires_grad for p in m.parameters()) for m in list(self._modules))
+            if self._is_written:
+                return
+            self._is_written = ended
+            self._keep_peaks()
+            device = max(self._peaks, key=lambda index: self._peaks[index]["reserved"], default=0)
+            steps = [asdict(end - begin) for begin, end in zip(self._counters, self._counters[1:], strict=False)]
+            notes: dict[str, Any] = {
+                "process": self._process, "rank": _rank(), "device": device, "steps": steps,
+                "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
+                "reserved_now": self._reserved_now,
+                "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
+                "script": self._script.as_object(),
+            }  # fmt: skip
+            if ended:
+                notes["script"]["trains"] = any(
+                    module.training and any(weight.requires_grad for weight in module.parameters())
+                    for module in list(self._modules)
+                )
+                notes["history"] = self._read_history(device)
+            write_process(self._folder, notes)
 
     def _read_history(self, device: int) -> dict[str, Any]:
         gc.disable()  # the process ends; a collection would look at all of a million events, again and again

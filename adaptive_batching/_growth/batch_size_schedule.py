@@ -2,6 +2,10 @@
 
 Everything here is arithmetic on samples and steps. The schedule is gone through once before training, as far as it
 can be known then, and followed while training.
+
+The learning rate is that of the *stock run*, the same run at the configured sizes, after as many samples. If the stock
+run takes 100 steps of 8 samples in an epoch, a step of 16 uses up two of its steps; one of 12 uses up one and a half,
+so that the schedule moves by one step and two in turn. At its end an epoch has used up all 100, whatever was dropped.
 """
 
 from __future__ import annotations
@@ -105,10 +109,10 @@ class BatchSizeSchedule:
         self.steps_in_epoch = steps
         """Optimizer steps of this epoch that are behind."""
 
-        self._used = used  # samples of the stock run that are used up, and steps of it
+        self._used_samples = used  # of the stock run's epoch
         self._used_steps = int(used / self.shape.reference_samples)
-        self._rate = Fraction(1)  # samples of the stock run for each sample
-        self._decided = 1  # decisions of this epoch, the one at its start included
+        self._used_per_sample = Fraction(1)  # samples of the stock run that a sample uses up
+        self._num_decided = 1  # decisions of this epoch, the one at its start included
 
     @property
     def window(self) -> int:
@@ -177,7 +181,7 @@ class BatchSizeSchedule:
         if self.epoch_is_over:
             return None
         total = self.shape.reference_steps * self.shape.reference_samples
-        used = min(self._used / total, Fraction(1)) if total else Fraction(0)
+        used = min(self._used_samples / total, Fraction(1)) if total else Fraction(0)
         return {
             "samples": self.seen_in_epoch * self.shape.replicas,
             "steps": self.steps_in_epoch,
@@ -198,7 +202,7 @@ class BatchSizeSchedule:
         seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
         used = Fraction(*progress["schedule"]) * shape.reference_steps * shape.reference_samples
         self._begin(number, int(min(shape.samples, self._run_samples_left + seen)), seen, progress["steps"], used)
-        self._decided = self._due + 1
+        self._num_decided = self._due + 1
         self._use_size(number + seen / shape.samples)
         return shape.reference_steps - self._used_steps if self.epoch_is_over else 0
 
@@ -209,8 +213,8 @@ class BatchSizeSchedule:
         self.steps += 1
         self.seen_in_epoch += self.window
         self.steps_in_epoch += 1
-        self._used += self.window * self._rate
-        self._used_steps = min(int(self._used / self.shape.reference_samples), reference_steps)
+        self._used_samples += self.window * self._used_per_sample
+        self._used_steps = min(int(self._used_samples / self.shape.reference_samples), reference_steps)
         if self.epoch_is_over:
             self._used_steps = reference_steps  # dropped remainders do not add up
         return self._used_steps - before
@@ -218,9 +222,9 @@ class BatchSizeSchedule:
     def decide_if_due(self, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision | None:
         """Decide on the size of the next steps if a decision is due; the end of an epoch is the start of the next."""
         due = self._due
-        if due < self._decided or self.epoch_is_over:
+        if due < self._num_decided or self.epoch_is_over:
             return None
-        self._decided = due + 1
+        self._num_decided = due + 1
         return self._decide(self._number + due / self.shape.decisions, observe)
 
     def plan(self, first_epoch: int = 0) -> list[PlannedEpoch]:
@@ -281,12 +285,13 @@ class BatchSizeSchedule:
         """Take steps of the present size from ``epoch`` on."""
         shape, window, size = self.shape, self.window, self.controller.batch_size
         # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
-        # left of its share in the schedule is spread evenly over them.
-        left = max(shape.reference_steps * shape.reference_samples - self._used, Fraction(0))
-        self._rate = left / max(self._steps_to_come * window, 1)
+        # left of its share in the schedule is spread evenly over them. Where the data end it, a sample uses up one at
+        # most, and what is left is taken at the end: of larger batches more samples are dropped.
+        left = max(shape.reference_steps * shape.reference_samples - self._used_samples, Fraction(0))
+        self._used_per_sample = left / max(self._steps_to_come * window, 1)
         steps = math.inf if shape.max_steps is None else shape.max_steps - self.steps_in_epoch
         if shape.samples - self.seen_in_epoch < window * steps:
-            self._rate = min(Fraction(1), self._rate)
+            self._used_per_sample = min(Fraction(1), self._used_per_sample)
         if not self.history or self.history[-1][1] != size:
             self.history.append((epoch, size))
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from adaptive_batching._caching_allocator import allocator_advice
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, allocator_advice, memory_meter
+from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.sizes import NOISE, Measurement
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._trace.bits_and_bytes import move_to_host

@@ -1,4 +1,7 @@
-"""Find the largest batch size of a training step before training starts."""
+"""Find the largest batch size of a training step before training starts.
+
+:func:`find_largest` begins and ends a probe; what is in between, and in which order, is :meth:`_Search.run`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching._caching_allocator import Segments, allocator_advice
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, little_to_collect, memory_meter
+from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
@@ -36,6 +40,7 @@ from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep, TraceError
 from adaptive_batching._trace.training import Run, TrainingStep
+from adaptive_batching._unused_memory import little_to_collect
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
@@ -56,7 +61,7 @@ class _Search:
     ) -> None:  # fmt: skip
         self._step, self._config, self._meter = step, config, meter
         self._ranks, self._rounds, self._times, self._scratch = ranks, rounds, times, scratch
-        self._num_steps = 0
+        self._num_steps = self._expected_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
         self._cannot_be_traced = False  # as was found here, and told
@@ -66,60 +71,66 @@ class _Search:
         self.settled: int | None = None  # what is enough, and predicted to fit by far
 
     def run(self, candidates: Sequence[int]) -> None:
-        """Search among ``candidates``; :attr:`sizes` stays None if memory runs out before the first step."""
-        meter, ranks = self._meter, self._ranks
+        """Trace the step, run sizes among ``candidates`` as the search asks for them, and confirm its answer.
+
+        All state is as before when this ends. :attr:`sizes` stays None if memory runs out before the first step.
+        """
+        config, meter, ranks, times = self._config, self._meter, self._ranks, self._times
+        search, by_curve = SEARCHES[config.search], config.search == "predict"
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
-        stopped_at = None if meter.fails_safely else memory_available(self._config, meter)
+        stopped_at = None if meter.fails_safely else memory_available(config, meter)
         self._trial = trial = Trial(self._step, meter, self.own_budget, self._scratch, ranks.all, stopped_at)
         try:
-            with trial:
-                if ranks.all(True):  # a rank that failed on entry takes part below, with False
-                    self._search(trial, candidates)
+            with trial:  # to save all state takes memory, too
+                if not ranks.all(True):  # a rank that had too little answers below, with False
+                    return
+                self._started = time.perf_counter()
+                self._agree_on_budget()
+                # All ranks must search alike, although a limit on one process makes only that rank predictable.
+                avoids = ranks.any(not meter.fails_safely)
+                is_single_precision = all(weight.dtype == torch.float32 for weight in self._step.model.parameters())
+                trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
+                if by_curve:
+                    self._predict(avoids_failures=avoids)
+                    self._expected_steps = 3 if times is None else 4
+
+                # What follows on a first step that makes the optimizer states is known by a replay alone. Without one,
+                # too many sizes that cannot go on would look as if they could.
+                begin = trial.measure if self._count is None else trial.begin
+                self.sizes = sizes = SizesRun(
+                    partial(self._on_all_ranks, trial.measure),
+                    candidates,
+                    self._budget_bytes,
+                    partial(self._on_all_ranks, trial.measure_again),
+                    partial(self._on_all_ranks, begin) if meter.keeps_freed_memory else None,
+                    avoids_failures=avoids,
+                    trusts_prediction=trusts,
+                )
+                traced = self.traced
+                curve = CorrectedCurve(
+                    sizes, None if traced is None else lambda size: traced.curve.peak_bytes(size) + self._level,
+                    self._count,
+                )  # fmt: skip
+                if times is not None and by_curve:
+                    enough, is_worth = partial(_largest, times.enough, ranks), times.is_worth
+                    self.settled = settle_for_enough(
+                        curve, enough, lambda small, large: ranks.any(is_worth(small, large))
+                    )
+                if self.settled is None:
+                    search(curve)
+                    while sizes.largest is not None and not sizes.confirm():
+                        search(curve)  # among smaller sizes, as its answer could not be repeated
         except Exception as error:
             if self.sizes is not None or not is_out_of_memory(error):
                 raise
             ranks.all(False)
 
-    def _search(self, trial: Trial, candidates: Sequence[int]) -> None:
-        meter, ranks, times = self._meter, self._ranks, self._times
-        search, by_curve = SEARCHES[self._config.search], self._config.search == "predict"
-        self._start = time.perf_counter()
-        self._share(trial)
-        # All ranks must search alike, although a limit on one process makes only that rank predictable.
-        avoids = ranks.any(not meter.fails_safely)
-        is_single_precision = all(parameter.dtype == torch.float32 for parameter in self._step.model.parameters())
-        trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
-        if by_curve:
-            self._predict(trial, avoids_failures=avoids)
-        self._expected = 0 if not by_curve else 3 if times is None else 4
-        # What follows on a first step that makes the optimizer states is known by a replay alone. Without one, too many
-        # sizes that cannot go on would look as if they could.
-        begin = trial.measure if self._count is None else trial.begin
-        self.sizes = sizes = SizesRun(
-            partial(self._on_all_ranks, trial, trial.measure),
-            candidates,
-            self._budget_bytes,
-            partial(self._on_all_ranks, trial, trial.measure_again),
-            partial(self._on_all_ranks, trial, begin) if meter.keeps_freed_memory else None,
-        )
-        sizes.avoids_failures, sizes.trusts_prediction = avoids, trusts
-        traced = self.traced
-        curve = CorrectedCurve(
-            sizes, None if traced is None else lambda size: traced.curve.peak_bytes(size) + self._level, self._count
-        )
-        if times is not None and by_curve:
-            is_worth = lambda small, large: ranks.any(times.is_worth(small, large))  # noqa: E731
-            self.settled = settle_for_enough(curve, partial(_largest, times.enough, ranks), is_worth)
-        if self.settled is None:
-            search(curve)
-            while sizes.largest is not None and not sizes.confirm():
-                search(curve)
-
-    def _share(self, trial: Trial) -> None:
+    def _agree_on_budget(self) -> None:
+        trial = self._trial
         self._budget_bytes = int(self._ranks.smallest(trial.budget_bytes))
         self._spare_bytes = trial.budget_bytes - self._budget_bytes
 
-    def _predict(self, trial: Trial, *, avoids_failures: bool) -> None:
+    def _predict(self, *, avoids_failures: bool) -> None:
         """Trace the step on each rank, and take the trace of the first: separate ones would lead to different sizes."""
         ranks = self._ranks
         traced: TracedStep | None = None
@@ -141,7 +152,7 @@ class _Search:
         level = ranks.largest(self._meter.used_bytes() - traced.curve.resting_bytes - self._spare_bytes)
         self._level = level
         if segments is not None and traced.is_uniform:
-            peaks = ReservedPeaks(traced.record_at, _ALLOCATORS[segments], makes_states=trial.makes_states)
+            peaks = ReservedPeaks(traced.record_at, _ALLOCATORS[segments], makes_states=self._trial.makes_states)
 
             def count(batch_size: int) -> tuple[float, float, float]:
                 once, repeated, least = peaks(batch_size)
@@ -149,19 +160,19 @@ class _Search:
 
             self._count = count
 
-    def _on_all_ranks(self, trial: Trial, run: Measure, batch_size: int) -> Measurement:
+    def _on_all_ranks(self, run: Measure, batch_size: int) -> Measurement:
         """Run a step, and combine the measurements of all ranks."""
         self._num_steps += 1
-        of = f" of about {self._expected}" if self._num_steps <= self._expected else ""
+        of = f" of about {self._expected_steps}" if self._num_steps <= self._expected_steps else ""
         log.info(
             "trial %d%s: batch size %d (%.0f s)",
-            self._num_steps, of, batch_size, time.perf_counter() - self._start
+            self._num_steps, of, batch_size, time.perf_counter() - self._started
         )  # fmt: skip
-        here, ranks = run(batch_size), self._ranks
+        here, ranks, trial = run(batch_size), self._ranks, self._trial
         if self._num_steps == 1:
             # The first step loads libraries and creates handles and communicators, which keep their memory.
             trial.budget_bytes = min(trial.budget_bytes, memory_budget(self._config, self._meter))
-            self._share(trial)
+            self._agree_on_budget()
             assert self.sizes is not None
             self.sizes.budget_bytes = self._budget_bytes
             if here.peak_bytes is not None and here.peak_bytes > trial.budget_bytes:

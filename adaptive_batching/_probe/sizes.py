@@ -68,6 +68,10 @@ class SizesRun:
     ``measure`` runs a step at a size, on memory that nothing has used before; ``measure_again`` another at the size
     that ran last, on the cache that it left, None for a search whose answer need not run again; ``begin`` the first
     step of training, which meets and leaves memory as no other does, None where freed memory goes back at once.
+
+    With ``avoids_failures``, for a device where a failed allocation can end the process, what is known to be too large
+    never runs. ``trusts_prediction`` is False where kernels convert their inputs or freed memory is kept, which no
+    trace sees: then half of the size that the first measurement allows runs before that size.
     """
 
     def __init__(
@@ -77,16 +81,15 @@ class SizesRun:
         budget_bytes: int,
         measure_again: Measure | None = None,
         begin: Measure | None = None,
+        *,
+        avoids_failures: bool = False,
+        trusts_prediction: bool = True,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure, self._measure_again, self._begin = measure, measure_again, begin
         self.candidates, self.budget_bytes = candidates, budget_bytes
+        self.avoids_failures, self.trusts_prediction = avoids_failures, trusts_prediction
         self.measurements: list[Measurement] = []
-        # For a device where a failed allocation can end the process: what is known to be too large never runs.
-        self.avoids_failures = False
-        # False where kernels convert their inputs or freed memory is kept, which no trace sees: then half of the size
-        # that the first measurement allows runs before that size.
-        self.trusts_prediction = True
         self.repeats = False  # True to run sizes as training does, and as often as the answer, rather than once
         self.misses = 0  # runs that contradicted the curve, and answers that failed when they ran again
         self.low = -1  # index of the largest candidate that fitted; -1 if none has yet

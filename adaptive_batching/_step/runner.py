@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from adaptive_batching._caching_allocator import allocator_advice, bytes_in_use
 from adaptive_batching._device import RandomState
-from adaptive_batching._memory import allocator_advice, bytes_in_use, release_cached_memory
 from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
@@ -20,6 +20,7 @@ from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.work import P, R, Samples, Work
+from adaptive_batching._unused_memory import release_cached_memory
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class StepRunner(Generic[Samples, P, R]):
     def _try(self, groups: Sequence[Samples], *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
         """Run the parts of ``groups`` until some run out of memory; return these, or None if all have run."""
         for parts in self._work.split(groups, self.limit.max_tokens):
-            parts = self._filled_up(parts)
+            parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
             if self._audit is not None and (len(parts) > 1 or not self._parallel.roots):
@@ -156,7 +157,7 @@ class StepRunner(Generic[Samples, P, R]):
             self.done += zip(parts, outcome.results, strict=True)
         return None
 
-    def _filled_up(self, parts: Sequence[P]) -> Sequence[P]:
+    def filled_up(self, parts: Sequence[P]) -> Sequence[P]:
         """Return ``parts`` and more without weight, so that a rank runs one, and under FSDP as many as every other."""
         most = len(parts)
         if not self._parallel.roots:
@@ -229,7 +230,7 @@ class StepRunner(Generic[Samples, P, R]):
 
     def _run_as_batch(self, lists: Sequence[list[Any]]) -> bool:
         """Leave the gradient of a batch that has these parts; return False if memory ran out on any rank."""
-        parts = self._filled_up(self._work.as_batch(lists))
+        parts = self.filled_up(self._work.as_batch(lists))
         return not self.run_once(self._work.runs(parts)).failed
 
     def keep(self) -> list[tuple[P, R]]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from adaptive_batching._memory import num_allocation_retries
+from adaptive_batching._caching_allocator import num_allocation_retries
 from adaptive_batching._snapshot import StepState
 
 Samples = TypeVar("Samples")
@@ -53,19 +53,19 @@ class Work(ABC, Generic[Samples, P, R]):
     noun = "sample"
     """The name of one of them."""
 
-    # How it computes
+    # How it computes; what a runner is handed ready to run needs neither split nor runs
 
-    @abstractmethod
     def split(self, groups: Sequence[Samples], max_tokens: int | None) -> Iterable[Sequence[P]]:
         """Yield parts of ``groups`` that are expected to fit, all of those that run in one go together.
 
         The runner comes for the next when these have run. No part has more than ``max_tokens``, other than a single
         sample; None for no limit that was learned from running out of memory.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def runs(self, parts: Sequence[P]) -> Sequence[Callable[[], R]]:
         """Return what runs each of the parts: collate, forward and backward."""
+        raise NotImplementedError
 
     def filler(self) -> P:
         """Return a part without weight, for a rank that has fewer than others."""

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map
 
 from adaptive_batching._evidence import Losses, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._transformers.handed_out import Sample, alone, replaced
+from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line
 from adaptive_batching._without_chance import WithoutChance
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._loop.step import clip_and_step
-from adaptive_batching._memory import little_to_collect, memory_meter
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
@@ -32,6 +32,7 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
+from adaptive_batching._unused_memory import little_to_collect
 
 _FORWARDS = ("forward", "_original_forward")
 """Attributes of a model by which Accelerate casts what goes in and comes out.

@@ -21,6 +21,7 @@ from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.training_run import TrainingRun
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
 PATIENCE = 120  # seconds of a step; then the process ends, and says where it was (pytest shows that with -s)
@@ -202,8 +203,7 @@ class EachAllocationFails:
         with (
             mock.patch.multiple(TrainingLoop, run=until_finished(run), _run_batch=batch_of, _finish_step=finish),
             mock.patch.multiple(PPOLoop, run=until_finished(run_rollouts), _run_batch=rollout_of),
-            mock.patch.object(TrainingLoop, "_save", lambda *_, **__: None),
-            mock.patch.object(PPOLoop, "_save", lambda *_, **__: None),
+            mock.patch.object(TrainingRun, "_save", lambda *_, **__: None),
             self.watched(),
         ):
             yield self

@@ -99,7 +99,7 @@ def end_on_one_rank(call: Callable[[], None], rank: int, *, in_update: bool) -> 
 
     def then(function: Callable[..., None]) -> Callable[..., None]:
         def run(loop: TrainingLoop, *arguments: Any, **named: Any) -> None:
-            if loop.global_step == 3 and rank == RANK:
+            if loop.training.global_step == 3 and rank == RANK:
                 call()
             function(loop, *arguments, **named)
 

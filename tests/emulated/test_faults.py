@@ -189,13 +189,13 @@ def watched(before: Calls | None = None, before_update: Calls | None = None) -> 
     log = logging.getLogger("adaptive_batching")
 
     def batch_of(loop: TrainingLoop, batch: Any, **named: Any) -> None:
-        (before or {}).get(loop.global_step, lambda: None)()
+        (before or {}).get(loop.training.global_step, lambda: None)()
         run_batch(loop, batch, **named)
 
     def finish(loop: TrainingLoop, *arguments: Any) -> None:
         found.samples += [index_of(sample) for batch in loop._window for sample in batch]
         found.tokens.append(sum(float(sums.tokens) for _, sums in loop._runner.done))
-        (before_update or {}).get(loop.global_step, lambda: None)()
+        (before_update or {}).get(loop.training.global_step, lambda: None)()
         finish_step(loop, *arguments)
 
     log.addHandler(found.reruns)

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtune.models.llama2 import llama2
 
-from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
+from adaptive_batching._unused_memory import release_cached_memory
 from tests.support.toy_work import run_parts
 
 SIZES = dict(vocab_size=64, num_layers=4, num_heads=2, num_kv_heads=2, embed_dim=32, max_seq_len=16)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching import AdaptiveStep
-from adaptive_batching._memory import Segments, cuda_segments
+from adaptive_batching._caching_allocator import Segments, cuda_segments
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience
 from adaptive_batching._trace import trace

@@ -11,9 +11,9 @@ from torch import nn
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.stock.objective import Batch, Sums
-from adaptive_batching._torchtune.train.loop import Training
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._values import ByLength, Fixed
 from adaptive_batching.torchtune import AdaptiveBatching
 from tests.conftest import TuneRun, assert_close
@@ -53,7 +53,7 @@ def test_a_row_has_the_gradient_of_one_sample_at_a_time(
     class Compared:
         """In place of the training loop."""
 
-        def __init__(self, training: Training, *arguments: Any, **named: Any) -> None:
+        def __init__(self, training: TrainingRun, *arguments: Any, **named: Any) -> None:
             self.host = training.host
 
         def run(self) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
-from adaptive_batching._torchtune.train.loop import Training
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._values import ByLength, Explore, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 
@@ -53,7 +53,7 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
     class Compared:
         """In place of the training loop."""
 
-        def __init__(self, training: Training, *arguments: Any, **named: Any) -> None:
+        def __init__(self, training: TrainingRun, *arguments: Any, **named: Any) -> None:
             self.host = training.host
 
         def run(self) -> None:

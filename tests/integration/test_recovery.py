@@ -243,7 +243,7 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
         finish_step(self, *arguments)
         self._runner.limit.max_tokens = None  # so that the next step runs out of memory as well
         plan["where"] = ("forward", "backward", "hook")[self._runner.num_recoveries % 3]
-        if self.global_step % 10 == 0:
+        if self.training.global_step % 10 == 0:
             meter.release()
             used.append((self._runner.num_recoveries, bytes_of_tensors(), meter.used_bytes()))
 

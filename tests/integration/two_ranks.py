@@ -100,7 +100,8 @@ def failing(faults: Sequence[Fault | None]) -> Iterator[None]:
         disarm()
         limit = loop._runner.limit
         limit.load_state_dict({**TokenLimit().state_dict(), "num_recoveries": limit.num_recoveries})
-        fault = dict(faults[loop.global_step] or {}) if loop.global_step < len(faults) else {}
+        step = loop.training.global_step
+        fault = dict(faults[step] or {}) if step < len(faults) else {}
         fails_here = RANK in fault.pop("on", [])
         if "collective" in fault:
             collective = collectives.enter_context(CollectivesThatFail(*fault["collective"]))

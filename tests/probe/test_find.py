@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adaptive_batching import _snapshot
+from adaptive_batching._caching_allocator import Segments
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import Segments
 from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_largest

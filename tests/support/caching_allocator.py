@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._memory import MemoryMeter, Segments
+from adaptive_batching._caching_allocator import Segments
+from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._trace import allocator, traced_step
 from adaptive_batching._trace.allocator import GIB, KIB, MIB
 from adaptive_batching._trace.training import TrainingStep

@@ -192,7 +192,7 @@ def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -
     session: Any = recipe._session
     request = PlanRequest("full_finetune_single_device", cfg, samples=session.host.samples_per_rank)
     _, epochs, _ = look_out(request, 64, largest=10**6)
-    assert epochs == session.growth.batch_schedule.plan(0)
+    assert epochs == session.settled.growth.batch_schedule.plan(0)
 
 
 FEWER = ("shorter samples", "more devices")

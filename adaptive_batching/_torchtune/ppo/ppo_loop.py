@@ -28,9 +28,9 @@ from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Sums
 from adaptive_batching._torchtune.train.gradients import apply_gradients
-from adaptive_batching._torchtune.train.loop import Loop, Training, recorded_memory
 from adaptive_batching._torchtune.train.recipe_work import RecipeWork
 from adaptive_batching._torchtune.train.splitting import MicroBatch
+from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._torchtune.train.training_work import TrainingWork
 
 
@@ -180,48 +180,51 @@ class RolloutRandomNumbers:
         return torch.empty((rows, self._vocabulary), device=generator.device).exponential_(1, generator=generator)
 
 
-class PPOLoop(Loop):
+class PPOLoop:
     """Trains policy and value model, in steps that are rollouts and all that is learned from them."""
-
-    _hooks: Any  # AdaptivePPO
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingRun,
         stock: StockPPO,
         rollout: Rollout,
         work: TrainingWork,
         runner: StepRunner[list[list[Sample]], MicroBatch, Sums],
     ) -> None:
-        super().__init__(training)
+        self.training = training
+        self._host, self._schedule = training.host, training.schedule
+        self._hooks: Any = training.hooks  # AdaptivePPO
         self._stock, self._rollout = stock, rollout
         self._work, self._runner = work, runner
 
     def run(self) -> None:
         """Train until the trajectories of the config are used up, and save checkpoints."""
-        with tqdm(initial=self.global_step, dynamic_ncols=True) as self._progress:
-            super().run()
-
-    def _run_epoch(self, epoch: int) -> None:
-        run, batch_schedule = self._run, self._schedule.batch_schedule
-        self._show_total()
-        if batch_schedule.epoch_is_over:
-            return  # what is left of the run's trajectories is less than a batch
-        for index, samples in enumerate(self._schedule.batches()):
-            with recorded_memory(run.memory_history, epoch, index):
-                self._run_batch(epoch, samples)
-                self._progress.update(1)
-            run.profiler.step()
-            if batch_schedule.epoch_is_over:
-                break
-            self._save_within(epoch)
+        training, run = self.training, self.training.run
+        schedule, batch_schedule = self._schedule, self._schedule.batch_schedule
+        with tqdm(initial=training.global_step, dynamic_ncols=True) as self._progress:
+            training.begin()
+            for epoch in range(run.first_epoch, run.epochs):
+                with training.epoch(epoch):
+                    self._show_total()
+                    # What is left of the run's trajectories may be less than a batch.
+                    for index, samples in enumerate(() if batch_schedule.epoch_is_over else schedule.batches()):
+                        with training.recorded_memory(epoch, index):
+                            self._run_batch(epoch, samples)
+                            self._progress.update(1)
+                        run.profiler.step()
+                        if batch_schedule.epoch_is_over:
+                            break
+                        training.save_if_due(epoch)
+                if batch_schedule.run_is_over:  # within an epoch, or before its last
+                    break
+            training.end()
 
     def _show_total(self) -> None:
         """Show the rollouts of the whole run, if the size does not change any more."""
-        self._progress.total = self.global_step + self._schedule.batch_schedule.steps_left()
+        self._progress.total = self.training.global_step + self._schedule.batch_schedule.steps_left()
 
     def _run_batch(self, epoch: int, samples: list[Sample]) -> None:
-        schedule = self._schedule
+        training, schedule = self.training, self._schedule
         prompts = without_waiting(self._host.loader.collate(samples)["tokens"], self._host.device)  # [b, s]
         start = time.perf_counter()
         trajectory = self._rollout.run(samples, prompts)
@@ -232,12 +235,11 @@ class PPOLoop(Loop):
         steps, ran = self._learn(Experience(trajectory, advantages, returns, prompts.shape[1], numbers))
         of_learning = time.perf_counter() - start
         schedule.take_step(torch.tensor(prompts.numel()))
-        self.global_step += 1
         self._hooks.global_step += len(steps)
-        self._note_progress(epochs_run=epoch)
+        training.count_step(epoch)
         stats = PPOStats(*map(torch.stack, zip(*steps, strict=True)))
         recoveries = self._rollout.runner.num_recoveries + self._runner.num_recoveries
-        if self.global_step % self._run.log_every == 0:
+        if training.global_step % training.run.log_every == 0:
             added: dict[str, float] = schedule.metrics()
             if schedule.adapts:
                 added["ppo_batch_size"] = len(samples) // self._stock.steps
@@ -245,15 +247,15 @@ class PPOLoop(Loop):
                 added["oom_retries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
             self._hooks.log_rollout(added, trajectory, stats, *divergence, *tokens_per_second)
-        if not schedule.adapts and not self._watchers:
+        if not schedule.adapts and not training.watchers:
             return  # nothing waits for the device
         loss, rate = float(stats.loss.mean()), self._hooks.learning_rate()
         recovered = [*self._rollout.runner.take_recovered(), *self._runner.take_recovered()]
-        for watcher in self._watchers:
+        for watcher in training.watchers:
             for failed, max_tokens in recovered:
-                watcher.recovery(epoch=epoch, step=self.global_step, failed=failed, max_tokens=max_tokens)
-            watcher.step(epoch, self.global_step, len(samples), loss, rate, recoveries)
-        if self._record_step(loss, of_rollout + of_learning, ran):
+                watcher.recovery(epoch=epoch, step=training.global_step, failed=failed, max_tokens=max_tokens)
+            watcher.step(epoch, training.global_step, len(samples), loss, rate, recoveries)
+        if training.record_step(loss, of_rollout + of_learning, ran):
             self._show_total()
 
     def _learn(self, experience: Experience) -> tuple[list[PPOStats], list[MicroBatch]]:

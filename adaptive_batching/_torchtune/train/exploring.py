@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._step.fastest import Exploration, NothingRanError, explore
 from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import held_back
-from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
+from adaptive_batching._torchtune.train.growing import StockSchedule
+from adaptive_batching._torchtune.train.recipe_work import parallel_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._values import ByLength, Fixed, SplitSize
 
 log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ def settle_micro_batch_size(
     meter = memory_meter(host.device)
     # A batch that grows is explored at the size that fills memory, as far as it can grow.
     batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
-    result = _explore(host, batch_size, controller.accumulation.batches_at(batch_size), split_policy, meter)
+    result = _explore(host, run, batch_size, controller.accumulation.batches_at(batch_size), split_policy, meter)
     path, chosen = report.directory / "explored.yaml", result.recommended.candidate
     host.ranks.on_first(lambda: _store(path, result, batch_size, meter.device_name))
     report.exploration(result)
@@ -69,7 +72,9 @@ def _split_size(candidate: int | str) -> SplitSize:
     return Fixed(candidate) if isinstance(candidate, int) else ByLength()
 
 
-def _explore(host: Host, batch_size: int, batches: int, split_policy: SplitPolicy, meter: MemoryMeter) -> Exploration:
+def _explore(
+    host: Host, run: StockRun, batch_size: int, batches: int, split_policy: SplitPolicy, meter: MemoryMeter
+) -> Exploration:
     """Time each candidate on the same samples and find the fastest, for steps of so many ``batches`` of ``batch_size``.
 
     Weights, gradients, random state and data order are left as they were; what a forward costs is learned.
@@ -83,27 +88,26 @@ def _explore(host: Host, batch_size: int, batches: int, split_policy: SplitPolic
     windows = _windows(dataset, batch_size, batches, host.ranks.rank)
     seen: list[list[list[Sample]]] = []
     # One cost for all: what a forward of any candidate takes tells "auto" where to split.
-    splitters = {
-        size: Splitter(host, replace(split_policy, size=_split_size(size), limit=TokenLimit()), learns=True)
-        for size in sizes
-    }
+    works = {}
+    for size in sizes:
+        policy = replace(split_policy, size=_split_size(size), limit=TokenLimit())
+        works[size] = TrainingWork(host, Splitter(host, policy, learns=True), StockSchedule(host, run))
+    runners = {size: StepRunner(work, TokenLimit(), parallel_of(host), recovers=False) for size, work in works.items()}
     warm: set[int | str] = set()
 
     def measure(size: int | str, round_: int) -> float | None:
         if round_ == len(seen):
             seen.append(next(windows))
-        window, splitter = seen[round_], splitters[size]
+        window, work, runner = seen[round_], works[size], runners[size]
         if isinstance(size, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        micro_batches = [micro_batch for batch in window for micro_batch in splitter.split(batch)]
-        missing = int(host.ranks.largest(len(micro_batches))) - len(micro_batches)
-        micro_batches += [splitter.filler(window[0]) for _ in range(missing)]
+        parts = runner.filled_up([part for group in work.split([window], None) for part in group])
         if size not in warm:  # allocating memory and choosing kernels are paid for once
-            first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one
-            if _seconds(host, splitter, first, meter) is None:
+            first = parts if host.is_compiled else parts[:1]  # shapes may be compiled one by one
+            if _seconds(host, runner, work, first, meter) is None:
                 return None
         warm.add(size)
-        return _seconds(host, splitter, micro_batches, meter)
+        return _seconds(host, runner, work, parts, meter)
 
     log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
     try:
@@ -118,20 +122,22 @@ def _explore(host: Host, batch_size: int, batches: int, split_policy: SplitPolic
     return result
 
 
-def _seconds(host: Host, splitter: Splitter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
-    """Return the seconds of all ``micro_batches`` on the slowest rank; None if one ran out of memory."""
+def _seconds(
+    host: Host, runner: StepRunner[Any, Any, Any], work: TrainingWork, parts: Sequence[MicroBatch], meter: MemoryMeter
+) -> float | None:
+    """Return the seconds of all ``parts`` on the slowest rank; None if one ran out of memory."""
     meter.synchronize()
     start = time.perf_counter()
     with held_back(host, is_last=False):
-        failed = run_once(host, runs_of(host, micro_batches, splitter.timed)).failed
+        failed = runner.run_once(work.runs(parts)).failed
     meter.synchronize()
     seconds = time.perf_counter() - start
     for parameter in host.model.parameters():
         parameter.grad = None
     if failed:
-        splitter.forget_timings()
+        work.splitter.forget_timings()
         return None
-    splitter.read_timings()
+    work.splitter.read_timings()
     return host.ranks.largest(seconds)
 
 

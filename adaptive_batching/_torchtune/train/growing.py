@@ -206,6 +206,11 @@ class Growth:
             self.noise.scale.load_state_dict(stored["noise_scale"])
 
     @property
+    def decides_in_training(self) -> bool:
+        """True if the increase function is asked while the run trains, as one that wants to know seconds is."""
+        return not self.batch_schedule.controller.decides_early
+
+    @property
     def global_batch_size(self) -> int:
         """Samples that the optimizer sees in a step."""
         return self.batch_schedule.window * self.batch_schedule.shape.replicas
@@ -342,7 +347,7 @@ class StockSchedule:
     Methods are those of ``Growth`` and ``BatchSizeSchedule``.
     """
 
-    adapts = False
+    adapts = decides_in_training = False
     noise = None
     global_batch_size = 0
 

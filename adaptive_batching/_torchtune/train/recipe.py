@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from omegaconf import DictConfig
@@ -16,7 +16,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._memory import keep_little_on_the_host, little_to_collect
+from adaptive_batching._memory import keep_little_on_the_host
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
@@ -34,9 +34,20 @@ from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.train.stock_keys import cannot_be_loaded, in_short
 from adaptive_batching._torchtune.train.validating import check_validation, hold_out
+from adaptive_batching._unused_memory import little_to_collect
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
+
+
+class SettledRun(Protocol):
+    """A run that is ready to train, as a recipe sees it."""
+
+    def train(self, hooks: Any, watchers: Sequence[Watcher]) -> None: ...
+
+    def note_random_state(self) -> None: ...
+
+    def state_dict(self, global_step: int) -> dict[str, Any] | None: ...
 
 
 class AdaptiveBatching:
@@ -104,7 +115,7 @@ class AdaptiveBatching:
         self._backward_optimizers = hosts.OptimizersInBackward()
         self._stored: dict[str, Any] = {}
         self._rates: list[float] | None = None
-        self._session: Session | None = None
+        self._session: SettledRun | None = None
         self._report: Report | None = None
         self._warned_of_logger = False
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
@@ -138,9 +149,9 @@ class AdaptiveBatching:
             objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
             with unchanged_random_state(self._device):
                 held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
-        self._session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
-        self._session.settle(self._cache_inputs(cfg))
-        self.global_step = self._session.run.first_step
+        session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
+        session.settle(self._cache_inputs(cfg))
+        self._session, self.global_step = session, session.run.first_step
 
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
         measures_noise, stored = self._increase.noise_scale_every is not None, self._stored
@@ -149,8 +160,9 @@ class AdaptiveBatching:
     def train(self) -> None:
         assert self._session is not None, "set up first"
         with self._at_work():
-            self._session.loop(self, self.watchers).run()
-        self._session.finish()
+            self._session.train(self, self.watchers)
+        if self._report is not None:
+            self._report.finish()
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -92,6 +92,7 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
         return self._host.objective.size(sample)  # tokens of a rollout are on the device
 
     def describe(self, part: MicroBatch) -> str:
+        # By the text of samples with images as well, whose length is 1.
         plural = "s" if len(part.samples) > 1 else ""
         longest = max(len(self._host.objective.tokens(sample)) for sample in part.samples)
         return f"{len(part.samples)} sample{plural} of up to {longest} tokens"
@@ -166,14 +167,5 @@ def parallel_of(host: Host, collectives: MicroBatchCollectives | None = None) ->
 
 def run_once(host: Host, runs: Sequence[Callable[[], Sums]]) -> Outcome[Sums]:
     """Run parts up to the first that runs out of memory on any rank, as :meth:`StepRunner.run_once` does."""
-    return StepRunner(_Given(host), TokenLimit(), parallel_of(host), recovers=False).run_once(runs)
-
-
-class _Given(RecipeWork[Any, Sums]):
-    """Parts that the caller has made."""
-
-    def split(self, groups: Sequence[Any], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
-        yield from groups
-
-    def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
-        return runs_of(self._host, parts)
+    work = RecipeWork[Any, Sums](host)
+    return StepRunner(work, TokenLimit(), parallel_of(host), recovers=False).run_once(runs)

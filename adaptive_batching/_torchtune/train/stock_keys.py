@@ -141,13 +141,9 @@ def _read_in_any_case(method: Callable[..., Any]) -> Iterator[str]:
             nodes.append(node.values[0])
         else:
             nodes += ast.iter_child_nodes(node)
-        if _is_key(node):
+        of_config = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cfg"
+        if of_config and node.attr not in _METHODS:  # type: ignore[attr-defined]
             yield node.attr  # type: ignore[attr-defined]
-
-
-def _is_key(node: ast.AST) -> bool:
-    of_config = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cfg"
-    return of_config and node.attr not in _METHODS  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

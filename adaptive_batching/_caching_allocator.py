@@ -1,0 +1,84 @@
+"""The caching allocator of a device: what it counts, and what its settings say of how it reserves memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from enum import Enum
+from typing import Any
+
+import torch
+
+_ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)  # fmt: skip
+# Settings that change when memory is reserved, or how fast, or on the host, but not how much of the device.
+_HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend:native|max_split_size_mb:-1")
+
+
+class Segments(Enum):
+    """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching._trace.allocator`."""
+
+    FIXED = "fixed"
+    EXPANDABLE = "expandable"
+
+
+def cuda_segments() -> Segments | None:
+    """Return how this process's allocator on CUDA reserves memory; None if that does not follow from known rules."""
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ or torch.cuda.get_allocator_backend() != "native":
+        return None
+    # A setting can be changed while the process runs, so that torch knows better than the environment.
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = current() if current else ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    expands = False
+    for setting in filter(None, settings.replace(" ", "").split(",")):
+        if setting in ("expandable_segments:True", "expandable_segments:False"):
+            expands = setting.endswith("True")
+        elif not _HARMLESS_SETTINGS.fullmatch(setting):
+            return None
+    if not expands:
+        return Segments.FIXED
+    has_effect = torch.version.hip is None and sys.platform == "linux"  # elsewhere the setting may do nothing
+    return Segments.EXPANDABLE if has_effect else None
+
+
+def settings_in_environment() -> dict[str, str]:
+    """Return the settings in the environment that change how much the allocator reserves."""
+    return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
+
+
+def allocator_advice(device: torch.device) -> str | None:
+    """Return a setting of CUDA's caching allocator that would let more fit, or None if it is set or does not apply."""
+    # By default it splits segments of fixed size, and the unused gaps between blocks count as taken.
+    chosen = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    if device.type != "cuda" or "expandable_segments" in chosen or "backend:cudaMallocAsync" in chosen:
+        return None
+    if torch.version.hip is not None and int(torch.version.hip.split(".")[0]) < 7:
+        return None  # it has no such segments
+    return "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+def num_allocation_retries(device: torch.device) -> int:
+    """Return how often the device's allocator has emptied its cache and retried; 0 if it does not count retries."""
+    return _counted(device, "num_alloc_retries")
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Return what the device's allocator has handed out; 0 if it does not say."""
+    return _counted(device, "allocated_bytes.all.current")
+
+
+def num_freed_bytes(device: torch.device) -> int:
+    """Return the bytes that the device's allocator has given back since the process started."""
+    return _counted(device, "reserved_bytes.all.freed")
+
+
+def _counted(device: torch.device, name: str) -> int:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "memory_stats_as_nested_dict"):
+        return int(module.memory_stats(device).get(name, 0)) if hasattr(module, "memory_stats") else 0
+    stats: Any = module.memory_stats_as_nested_dict(device)  # which takes an eighth of the time, in each step
+    for key in name.split("."):
+        stats = stats.get(key, {})
+    return int(stats or 0)
