@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class SampleBounds:
         return self._made[key]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_within_samples(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,7 +122,7 @@ def attend_within_samples(
         return _attend_at_once(varlen_attn, query, key, value, bounds, causal=causal, scale=scale, window=window)
     is_grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for q, k, v in zip(*(tensor.split(bounds.lengths, 2) for tensor in (query, key, value)), strict=True):
+    for q, k, v in sample_by_sample(bounds, query, key, value):
         mask = None
         if window is not None and q.shape[2] > window:
             mask = bounds.band(query, window, causal=causal)[: q.shape[2], : q.shape[2]]
@@ -130,8 +130,21 @@ def attend_within_samples(
             q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, dropout_p=dropout,
             enable_gqa=is_grouped,
         )  # fmt: skip
-        outputs.append(output.transpose(1, 2))  # [1, length, heads, head size], as kernels lay it out
-    return torch.cat(outputs, 1).transpose(1, 2)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [length, heads, head size], as kernels lay it out
+    return torch.cat(outputs)[None].transpose(1, 2)
+
+
+def sample_by_sample(bounds: SampleBounds, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the part of each sample in tensors [1, heads, tokens, head size].
+
+    A trace takes its operations to be the same whatever the number of samples: it gets them as a batch of alike ones,
+    which have as many tokens and take as much memory.
+    """
+    longest, tokens = bounds.longest, bounds.tokens
+    if type(tensors[0]).__name__ == "FakeTensor" and tokens > longest and tokens % longest == 0:
+        yield tuple(torch.unflatten(tensor[0], 1, (-1, longest)).transpose(0, 1) for tensor in tensors)
+    else:
+        yield from zip(*(torch.split(tensor, list(bounds.lengths), 2) for tensor in tensors), strict=True)
 
 
 def _attend_at_once(
@@ -164,7 +177,7 @@ def _fused(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tens
 
 
 @functools.cache
-def _varlen_attn() -> Callable[..., torch.Tensor] | None:
+def _varlen_attn() -> Callable[..., Any] | None:
     """Return torch's kernel, of 2.11 and later."""
     import inspect
 

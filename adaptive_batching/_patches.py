@@ -69,6 +69,10 @@ REPLACED = {
     "torchtune.training.checkpointing._utils.get_largest_iter_folder": "names the folder that adapters come from",
     "torchtune.generation._generation.generate_next_token": "draws the same tokens however a rollout is split",
     "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
+    # While a row of samples runs in a Trainer, and while it is looked at which models compute it as they do its samples
+    "transformers.AttentionInterface._global_mapping": "has attention within samples, under a name",
+    "transformers.PretrainedConfig._attn_implementation": "is that name, in all configs of the model",
+    "transformers.masking_utils.AttentionMaskInterface._global_mapping": "tells what masks layers ask for",
 }
 """Dotted name -> why it is replaced, for as long as a context is open."""
 

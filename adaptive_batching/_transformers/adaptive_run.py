@@ -336,7 +336,7 @@ class AdaptiveRun:
         # To go on, all lengths are not read again: with other data, check_place refuses.
         of_checkpoint = known.stored if known.goes_on else None
         tokens = of_checkpoint.tokens if of_checkpoint else data.extremes.tokens
-        facts = {"samples": data.num_samples, "longest": tokens, "include": request.include}
+        facts: dict[str, Any] = {"samples": data.num_samples, "longest": tokens, "include": request.include}
         facts |= {"rows": "end to end"} if step.in_rows else {}
         now = conditions_of(trainer, settings, request, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))

@@ -26,7 +26,15 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
 from adaptive_batching._step.work import Part
-from adaptive_batching._transformers.end_to_end import (
+from adaptive_batching._transformers.handed_out import (
+    Sample,
+    StepInputs,
+    alone,
+    has_decoder,
+    replaced,
+)
+from adaptive_batching._transformers.loss_kind import LossKind
+from adaptive_batching._transformers.row_of_samples import (
     NoRowError,
     Piece,
     Row,
@@ -38,14 +46,6 @@ from adaptive_batching._transformers.end_to_end import (
     row_of,
     with_another_first,
 )
-from adaptive_batching._transformers.handed_out import (
-    Sample,
-    StepInputs,
-    alone,
-    has_decoder,
-    replaced,
-)
-from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
 from adaptive_batching._values import DRY_RUN, ByLength, ConfigError, Fixed, SplitSize, first_line
 
@@ -254,7 +254,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
         def error(*runs: Sequence[Callable[[], torch.Tensor]]) -> tuple[float, float]:
             one, other = (lambda run=run: not self.run(run).failed for run in runs)
-            with rehearsal(self.state.owners, parameters[0].device, parameters) as start_over:
+            with rehearsal([self._trainer], parameters[0].device, parameters) as start_over:
                 compared = gradient_error(parameters, one, other, start_over)
             if ranks.any(compared is None):
                 raise NoRowError("memory ran out, or a gradient is not finite")
@@ -270,7 +270,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                 raise NoRowError(why) from raised
 
         of_watched = in_row(pieces, total, partial(watch.on, self._attention))
-        alone = [partial(self._run, batch, number, total, len(batches)) for batch, number in zip(batches, numbers)]
+        alone = [
+            partial(self._run, batch, number, total, len(batches))
+            for batch, number in zip(batches, numbers, strict=True)
+        ]
         off, rounding = error([watched], [watched] if DRY_RUN in os.environ else alone)  # in one, all values are zero
         if ranks.any((why := watch.why_not(model)) is not None):
             return why or "on another rank, a row is another"

@@ -25,12 +25,12 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import Snapshot
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
-from adaptive_batching._transformers.end_to_end import RowAttention
 from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
     replaced,
 )
+from adaptive_batching._transformers.row_of_samples import RowAttention
 from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from adaptive_batching._attention import SampleBounds, attend_within_samples
+from adaptive_batching._attention import SampleBounds, attend_within_samples, sample_by_sample
 
 NAME = "samples_end_to_end"
 """Of the attention, in configs, while a row runs."""
@@ -78,8 +78,8 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is None and isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) == 1:
         begins = positions[0].diff(prepend=positions[0, :1] - 2).ne(1).nonzero().flatten()
-        lengths = torch.cat([begins, torch.tensor([positions.shape[1]])]).diff().tolist()
-        return Row(dict(batch), SampleBounds(lengths), batch)  # without targets where samples begin
+        bounds = SampleBounds(torch.cat([begins, torch.tensor([positions.shape[1]])]).diff().tolist())
+        return Row(dict(batch), bounds, batch)  # without targets where samples begin
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise NoRowError("its batches have no attention_mask of a number for each token")
     keep = mask.bool()  # [b, s]
@@ -155,7 +155,7 @@ class RowAttention:
             _running = around
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -200,7 +200,7 @@ def _attend_by_the_file(
     files = (sys.modules[each.__module__] for each in type(module).__mro__)
     attention = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
     outputs = []
-    for query, key, value in zip(*(each.split(_running.lengths, 2) for each in row), strict=True):
+    for query, key, value in sample_by_sample(_running, *row):
         length = query.shape[2]
         seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
         seen = seen.tril() if causal else seen
@@ -208,8 +208,8 @@ def _attend_by_the_file(
             seen = seen.triu(1 - window) if causal else seen.triu(1 - window).tril(window - 1)
         mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
         given = {**others, "scaling": scaling, "dropout": dropout, "sliding_window": window}
-        outputs.append(attention(module, query, key, value, mask[None, None], **given)[0])
-    return torch.cat(outputs, 1)
+        outputs.append(attention(module, query, key, value, mask[None, None], **given)[0].flatten(0, 1))
+    return torch.cat(outputs)[None]
 
 
 # Which models honour it
@@ -329,7 +329,7 @@ def with_another_first(pieces: Sequence[Piece], model: nn.Module, key: str) -> t
     first, *rest = ({**piece} for piece in pieces)
     first[key] = torch.full_like(first[key], _no_target(first[key]))
     other = dict(first)
-    known = torch.cat([piece["input_ids"] for piece in pieces]).unique()
+    known = torch.unique(torch.cat([piece["input_ids"] for piece in pieces]))
     other["input_ids"] = known[(torch.searchsorted(known, first["input_ids"]) + 1) % len(known)]
     positions, tokens = _of_text(model, "max_position_embeddings") or 0, sum(len(piece[key]) for piece in rest)
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
