@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,8 +122,7 @@ def attend_within_samples(
         return _attend_at_once(varlen_attn, query, key, value, bounds, causal=causal, scale=scale, window=window)
     is_grouped = query.shape[1] != key.shape[1]
     outputs = []
-    pieces = (torch.split(tensor, list(bounds.lengths), 2) for tensor in (query, key, value))
-    for q, k, v in zip(*pieces, strict=True):
+    for q, k, v in sample_by_sample(bounds, query, key, value):
         mask = None
         if window is not None and q.shape[2] > window:
             mask = bounds.band(query, window, causal=causal)[: q.shape[2], : q.shape[2]]
@@ -131,8 +130,21 @@ def attend_within_samples(
             q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, dropout_p=dropout,
             enable_gqa=is_grouped,
         )  # fmt: skip
-        outputs.append(output.transpose(1, 2))  # [1, length, heads, head size], as kernels lay it out
-    return torch.cat(outputs, 1).transpose(1, 2)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [length, heads, head size], as kernels lay it out
+    return torch.cat(outputs)[None].transpose(1, 2)
+
+
+def sample_by_sample(bounds: SampleBounds, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the part of each sample in tensors [1, heads, tokens, head size].
+
+    A trace takes its operations to be the same whatever the number of samples: it gets them as a batch of alike ones,
+    which have as many tokens and take as much memory.
+    """
+    longest, tokens = bounds.longest, bounds.tokens
+    if type(tensors[0]).__name__ == "FakeTensor" and tokens > longest and tokens % longest == 0:
+        yield tuple(torch.unflatten(tensor[0], 1, (-1, longest)).transpose(0, 1) for tensor in tensors)
+    else:
+        yield from zip(*(torch.split(tensor, list(bounds.lengths), 2) for tensor in tensors), strict=True)
 
 
 def _attend_at_once(
@@ -148,12 +160,12 @@ def _attend_at_once(
 ) -> torch.Tensor:
     left = -1 if window is None else window - 1
     offsets = bounds.offsets(query)
-    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
     output = varlen_attn(
         *rows, offsets, offsets, bounds.longest, bounds.longest, scale=scale,
         window_size=(left, 0 if causal else left), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return output.transpose(0, 1).unsqueeze(0)
+    return output.transpose(0, 1)[None]
 
 
 def _fused(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -178,10 +190,7 @@ def _varlen_attn() -> Callable[..., Any] | None:
 
 @functools.cache  # so that it is said once
 def _why_not_fused(device: torch.device, size: int, size_of_value: int) -> str | None:
-    try:
-        capability = torch.cuda.get_device_capability(device)
-    except (AssertionError, RuntimeError):  # of a device that is only traced
-        capability = (9, 0)
+    capability = torch.cuda.get_device_capability(device)
     why = None
     if _varlen_attn() is None:
         why = f"torch {torch.__version__} has no varlen_attn with windows and grouped heads"

@@ -73,6 +73,10 @@ REPLACED = {
     "torchtune.modules.TransformerDecoder._validate_inputs": "holds a sample, and not a row, against max_seq_len",
     "torchtune.models.gemma2._attention.Gemma2Attention.forward": "runs on each sample by itself",
     "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
+    # While a row of samples runs in a Trainer, and while it is looked at which models compute it as they do its samples
+    "transformers.AttentionInterface._global_mapping": "has attention within samples, under a name",
+    "transformers.PretrainedConfig._attn_implementation": "is that name, in all configs of the model",
+    "transformers.masking_utils.AttentionMaskInterface._global_mapping": "tells what masks layers ask for",
 }
 """Dotted name -> why it is replaced, for as long as a context is open."""
 

@@ -288,7 +288,7 @@ class AdaptiveRun:
             kind, module = find_loss_kind(trainer, data.some, self.ranks)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             step = StepInParts(
-                trainer, kind, size, data.length, self.ranks, dependent_module=module,
+                trainer, kind, size, data.length, self.ranks, padding=settings.padding, dependent_module=module,
                 recovers=settings.recover_from_oom, audit_every=settings.audit_every,
             )  # fmt: skip
             step.get_ready(data.some)
@@ -336,7 +336,8 @@ class AdaptiveRun:
         # To go on, all lengths are not read again: with other data, check_place refuses.
         of_checkpoint = known.stored if known.goes_on else None
         tokens = of_checkpoint.tokens if of_checkpoint else data.extremes.tokens
-        facts = {"samples": data.num_samples, "longest": tokens, "include": request.include}
+        facts: dict[str, Any] = {"samples": data.num_samples, "longest": tokens, "include": request.include}
+        facts |= {"rows": "end to end"} if step.in_rows else {}
         now = conditions_of(trainer, settings, request, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))
         source = f"the probe of {known.checkpoint}" if of_checkpoint else "this trainer's probe"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,11 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from adaptive_batching._evidence import gradient_error
 from adaptive_batching._loop.samples import SampleWork, collated
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._snapshot import StepState
+from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_cost import ForwardTimes
@@ -25,11 +30,26 @@ from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,
     alone,
+    has_decoder,
     replaced,
 )
 from adaptive_batching._transformers.loss_kind import LossKind
+from adaptive_batching._transformers.row_of_samples import (
+    NoRowError,
+    Piece,
+    Row,
+    RowAttention,
+    Watch,
+    alone_each,
+    joined,
+    pieces_of,
+    row_of,
+    with_another_first,
+)
 from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
-from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
+from adaptive_batching._values import DRY_RUN, ByLength, ConfigError, Fixed, SplitSize, first_line
+
+log = logging.getLogger(__name__)
 
 Parts = list[list[Sample]]
 Metrics = tuple[dict[str, list[float]], int]
@@ -51,6 +71,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         size: How a step is split.
         length: Tokens of a sample; None if unknown.
         ranks: That train together.
+        padding: True to pad samples whatever the model; False to lay them end to end where it honours that.
         dependent_module: The module that computes over the batch, if one does.
         recovers: False to let nothing run again.
         audit_every: Steps from one audit to the next; None for powers of ten.
@@ -64,6 +85,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         length: Callable[[Sample], int] | None,
         ranks: Ranks = ALONE,
         *,
+        padding: bool = True,
         dependent_module: str | None = None,
         recovers: bool = True,
         audit_every: int | None = None,
@@ -87,10 +109,17 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """What has run, and what has run out of memory."""
 
         self._trainer, self._dependent_module = trainer, dependent_module
+        self._may_be_rows = isinstance(size, ByLength) and not padding
+        self.in_rows = False
+        """True if samples are laid end to end here, and attention stays within each."""
+
+        self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
+        self._attention = RowAttention(trainer.model)
         self._filler_state = StepState([trainer])
         self._gathered_first: list[FSDPModule] = []
         self._filler: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._batches: list[Any] = []  # that run
+        self._rows: list[Row | None] = []  # that they are laid out in
         self._parallel = DataParallel(ranks, self.parameters, self.models)
         remedy = "leave micro_batch_size out, or train without adaptive"
         self.runner = StepRunner(
@@ -119,7 +148,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.runner.add(inputs.batches)
         losses = [loss for _, loss in self.runner.end()]
         self._note(inputs)
-        self._batches = []
+        self._batches, self._rows = [], []
         self._parallel.sum_gradients(1 / self._parallel.ranks.size)
         self._share_metrics(saved)
         return torch.stack(losses).sum()
@@ -149,9 +178,113 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             if not self._gathered_first:
                 raise
             record()
+        if self._may_be_rows:
+            self._lay_end_to_end(samples)
         if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self._dependent_module is None:
             by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
             self.runner.compare(by_length[len(samples) // 2 :][:1], by_length[:1])
+
+    # Rows
+
+    def row(self, samples: Sequence[Sample]) -> tuple[Any, Row | None]:
+        """Return samples as a batch, and as a row if they are laid end to end."""
+        batch = collated(samples, self.collate)
+        if not self.in_rows:
+            return batch, None
+        try:
+            row = row_of(batch, self._targets)
+        except NoRowError as error:  # which those that were looked at are not
+            log.warning("%d samples are padded: %s", len(samples), error)
+            return batch, None
+        return row.counted, row
+
+    def cut_again(self, row: Row, pieces: int) -> Row:
+        """Return a row whose last sample is several, for a probe."""
+        return row.cut_again(pieces, self._targets)
+
+    def _lay_end_to_end(self, samples: Sequence[Sample]) -> None:
+        """Have samples laid end to end if the model computes the same; leave a line that says why not, or that so."""
+        why: str | None = None
+        shifts = tuple(dict.fromkeys((self.kind.key, "labels")))
+        for targets in (shifts, ()) if self.kind.of.startswith("shifted") else ((), shifts):
+            try:
+                why = self._why_not_in_rows(samples, targets)
+            except Exception as error:  # of a model that nobody here has seen
+                if is_out_of_memory(error):
+                    raise
+                why = str(error) if isinstance(error, NoRowError) else f"{type(error).__name__}: {first_line(error)}"
+                end_forward(self.models)
+            if not self._parallel.ranks.any(why is not None):
+                self.in_rows, self.pads, self._targets = True, False, targets
+                log.info("samples are laid end to end, without padding: attention stays within each")
+                return
+        model = self._trainer.model
+        name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+        how = "with padding, in forwards of similar length" if self.pads else "as they are collated"
+        log.info("samples of %s run %s: %s", name, how, why or "on another rank, a row is another")
+
+    def _why_not_in_rows(self, samples: Sequence[Sample], targets: tuple[str, ...]) -> str | None:
+        """Return why a row would have another gradient than its samples, in words; None if it has theirs.
+
+        A few tokens of some samples run by themselves and in a row, and in two rows that differ in the first sample,
+        which has no targets: all of it as parts of training run, and nothing of it stays.
+        """
+        kind, ranks, model = self.kind, self._parallel.ranks, self._trainer.model
+        if has_decoder(model):
+            return "it has an encoder and a decoder"
+        if kind.of == "samples":
+            return f"its loss is {kind}, and a row has tokens"
+        row = row_of(collated(samples, self.collate))
+        targets = tuple(key for key in targets if key in row.inputs and "shift_labels" not in row.inputs)
+        pieces = pieces_of(row, kind.key)
+        if not pieces:
+            return "no sample has targets"
+        batches, watch, parameters = alone_each(pieces), Watch(), self.parameters()
+        numbers = [kind.count(batch, 1) for batch in batches]
+        total = sum(numbers)
+
+        def in_row(pieces: Sequence[Piece], number: Any, around: Callable[..., Any]) -> Callable[[], torch.Tensor]:
+            made = joined(pieces, targets)
+
+            def run() -> torch.Tensor:
+                with around(made.bounds):
+                    return self._run(made.inputs, number, total, 1)
+
+            return run
+
+        def error(*runs: Sequence[Callable[[], torch.Tensor]]) -> tuple[float, float]:
+            one, other = (lambda run=run: not self.run(run).failed for run in runs)
+            with rehearsal([self._trainer], parameters[0].device, parameters) as start_over:
+                compared = gradient_error(parameters, one, other, start_over)
+            if ranks.any(compared is None):
+                raise NoRowError("memory ran out, or a gradient is not finite")
+            assert compared is not None
+            return ranks.largest(compared[0]), ranks.largest(compared[1])
+
+        def watched() -> torch.Tensor:
+            try:
+                return of_watched()
+            except Exception as raised:
+                if is_out_of_memory(raised) or (why := watch.why_not(model)) is None:
+                    raise
+                raise NoRowError(why) from raised
+
+        of_watched = in_row(pieces, total, partial(watch.on, self._attention))
+        alone = [
+            partial(self._run, batch, number, total, len(batches))
+            for batch, number in zip(batches, numbers, strict=True)
+        ]
+        off, rounding = error([watched], [watched] if DRY_RUN in os.environ else alone)  # in one, all values are zero
+        if ranks.any((why := watch.why_not(model)) is not None):
+            return why or "on another rank, a row is another"
+        if off > rounding:
+            return f"the gradient of a row is {100 * min(off, 1):.2g} % off that of its samples"
+        rows = with_another_first(pieces, model, kind.key)
+        number = sum(kind.count(batch, 1) for batch in alone_each(rows[0]))
+        leak, rounding = error(*([in_row(row, number, self._attention.within)] for row in rows))
+        if leak > rounding / 4:  # of experts, which get other numbers of tokens; elsewhere the two are equal
+            return f"a sample changes the gradient of those after it by {100 * min(leak, 1):.2g} %"
+        return None
 
     def split(self, groups: Sequence[Sequence[list[Sample]]], max_tokens: int | None) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
@@ -166,13 +299,14 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]
-        self._batches = [collated(part.samples, self.collate) for part in weighted]
+        made = [self.row(part.samples) for part in weighted]
+        self._batches, self._rows = [batch for batch, _ in made], [row for _, row in made]
         counted = zip(self._batches, [len(part.samples) for part in weighted], strict=True)
         numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
         total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run, batch, number, total, len(weighted))
-            for batch, number in zip(self._batches, numbers, strict=True)
+            partial(self._run_row, batch, row, number, total, len(weighted))
+            for (batch, row), number in zip(made, numbers, strict=True)
         ]
         runs += [self._run_filler] * (len(parts) - len(weighted))
         return [partial(self._run_alike, run) for run in runs]
@@ -186,11 +320,13 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return loss
 
     def _run_filler(self) -> torch.Tensor:
-        batch = collated(self._filler, self.collate)
+        batch, row = self.row(self._filler)
         number = self.kind.count(batch, 1) if self.kind.takes_number else None
         self._trainer.current_gradient_accumulation_steps = 1
         self._filler_state.save()
-        loss = run_without_weight(self._trainer, partial(self._forward_backward, batch, number))
+        with self._around(row):
+            inputs = batch if row is None else row.inputs
+            loss = run_without_weight(self._trainer, partial(self._forward_backward, inputs, number))
         self._filler_state.end(put_back=True)
         return loss
 
@@ -217,6 +353,13 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                 return int(self._trainer._get_num_items_in_batch(batches, torch.device("cpu")))
         return sum(numbers)
 
+    def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
+
+    def _run_row(self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int) -> torch.Tensor:
+        with self._around(row):
+            return self._run(batch if row is None else row.inputs, number, total, num_parts)
+
     def _run(self, batch: Any, number: Any, total: Any, num_parts: int) -> torch.Tensor:
         trainer = self._trainer
         if self.kind.takes_number:
@@ -239,6 +382,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _note(self, inputs: StepInputs) -> None:
         batches = self._batches
         name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        if all(row is not None for row in self._rows):
+            batches = [row.inputs for row in self._rows if row is not None]
         padded = sum(batch[name].numel() for batch in batches if name in batch)
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching._attention import SampleBounds
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._loop.samples import collated
 from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import find_largest
@@ -30,9 +30,12 @@ from adaptive_batching._transformers.handed_out import (
     alone,
     replaced,
 )
+from adaptive_batching._transformers.row_of_samples import RowAttention
 from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._unused_memory import little_to_collect
+
+_PIECES = 16  # samples of a row that are shorter than the longest
 
 _FORWARDS = ("forward", "_original_forward")
 """Attributes of a model by which Accelerate casts what goes in and comes out.
@@ -49,7 +52,8 @@ def probe(
     """Return how many of the longest samples fit in a forward.
 
     ``extremes`` are the longest and the shortest of the data. A batch of several has the shortest as well, so that it
-    is padded as in training: only then do models of transformers make a mask, by the square of the length.
+    is padded as in training: only then do models of transformers make a mask, by the square of the length. A row of
+    several ends with as many tokens in shorter samples, so that it has samples of unlike lengths as in training.
     ``step`` is told the time of each forward and backward. State is restored afterwards, with the model and the
     optimizer as they were before Accelerate prepared them; one that is sharded stays so.
     """
@@ -63,17 +67,20 @@ def probe(
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             bound, *rest = models_of(model)
 
-            def forward_backward(inputs: Any, count: int) -> torch.Tensor:
+            attention = RowAttention(model)
+
+            def forward_backward(inputs: Any, bounds: SampleBounds | None, count: int) -> torch.Tensor:
                 number = kind.count(inputs, count) if kind.takes_number else None
                 own: dict[str, Any] = {}
                 if model is not models:  # a trace has a device and models of its own
                     own = {"_prepare_inputs": lambda batch: batch, **dict(zip(others, rest, strict=True))}
-                with replaced(trainer, **own):
+                around = nullcontext() if bounds is None else attention.within(bounds)
+                with replaced(trainer, **own), around:
                     return trainer.forward_backward(bound, dict(inputs), number)  # type: ignore[no-any-return]
 
-            def timed(inputs: Any, count: int) -> torch.Tensor:
+            def timed(inputs: Any, bounds: SampleBounds | None, count: int) -> torch.Tensor:
                 start = time.perf_counter()
-                loss = forward_backward(inputs, count)
+                loss = forward_backward(inputs, bounds, count)
                 if device.type != "cpu":
                     torch.get_device_module(device).synchronize(device)
                 step.times.note(count, time.perf_counter() - start)
@@ -91,10 +98,15 @@ def probe(
 
             return run
 
-        def make_batch(size: int) -> tuple[Any, int]:
+        def make_batch(size: int) -> tuple[Any, SampleBounds | None, int]:
             longest, shortest = extremes
             last = shortest if size > 1 and step.pads else longest
-            return collated([*[longest] * (size - 1), last], trainer.data_collator), size
+            batch, row = step.row([*[longest] * (size - 1), last])
+            if row is None:
+                return batch, None, size
+            if size > 1:
+                row = step.cut_again(row, min(_PIECES, row.bounds.longest // max(step.tokens([shortest]), 1)))
+            return row.inputs, row.bounds, size
 
         traced = TrainingStep(
             models, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda"

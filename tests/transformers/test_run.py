@@ -32,7 +32,7 @@ def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> No
     found = probed.adaptive.probe
     assert found.search == "predict", "the step was traced"
     assert probed.adaptive.max_tokens == 24 * found.batch_size
-    assert torch.Size([found.batch_size, 24]) in watched.forwards
+    assert torch.Size([1, found.batch_size * 24]) in watched.forwards, "end to end"
     given = make_trainer(tmp_path / "b", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
     trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()

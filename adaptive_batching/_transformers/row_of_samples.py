@@ -1,0 +1,338 @@
+"""Models of transformers on samples that lie end to end in one row, [1, tokens]: each attends to itself alone.
+
+The row is made of what the user's collate function returns, so that tokens, labels and all else are those of the padded
+batch. Attention goes through transformers' registry, under a name that configs have while a row runs, forward and
+backward. Where the samples lie is kept beside the model, not passed through it: wrappers and models drop arguments that
+they do not know, and checkpointed layers run again in a backward pass, on CUDA in a thread of its own. Which models
+compute a row as they do its samples is measured, not listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from adaptive_batching._attention import SampleBounds, attend_within_samples, sample_by_sample
+
+NAME = "samples_end_to_end"
+"""Of the attention, in configs, while a row runs."""
+
+IGNORED = -100
+"""Label of a token that is no target."""
+
+_BY_THE_FILE = ("softcap", "s_aux", "position_bias")  # arguments that the function of a model's own file takes alone
+_LONG = 2**17  # tokens of a sample for which a mask is compared
+_FEW_TOKENS = (6, 9, 4)  # of pieces that are run to see whether a row is honoured
+_LARGEST_TABLE = 2048  # positions for which a model has weights or buffers, up to which a row of more is tried
+_SPARE = 8  # that such a table may have besides
+
+
+class NoRowError(Exception):
+    """Raised where samples cannot lie end to end; its text says why."""
+
+
+# A row
+
+
+@dataclass(frozen=True)
+class Row:
+    """Samples end to end, as keyword arguments of a model."""
+
+    inputs: dict[str, Any]
+    bounds: SampleBounds
+
+    counted: Mapping[str, Any]
+    """The batch that it was made of, with the same targets, to count them."""
+
+    def cut_again(self, pieces: int, targets: Sequence[str]) -> Row:
+        """Return the row with its last sample cut into so many, as nearly alike as possible."""
+        *others, last = self.bounds.lengths
+        pieces = max(min(pieces, last), 1)
+        lengths = [*others, *((last + number) // pieces for number in range(pieces))]
+        bounds = SampleBounds(lengths)
+        inputs = {**self.inputs, "position_ids": bounds.positions()}
+        return Row(_without_first(inputs, bounds, targets), bounds, self.counted)
+
+
+def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
+    """Return what a collate function has returned as a row, without its padding.
+
+    A batch of one row without an attention mask is one already: samples begin where ``position_ids`` start over.
+
+    Args:
+        batch: Tensors on the host: an ``attention_mask``, [b, s], and others of as many tokens, [b, s, ...].
+        targets: Keys of what belongs to the prediction from the token before: for the first token of a sample, that is
+            none of its own.
+
+    Raises:
+        NoRowError: If it is no such batch.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is None and isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) == 1:
+        begins = positions[0].diff(prepend=positions[0, :1] - 2).ne(1).nonzero().flatten()
+        bounds = SampleBounds(torch.cat([begins, torch.tensor([positions.shape[1]])]).diff().tolist())
+        return Row(dict(batch), bounds, batch)  # without targets where samples begin
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        raise NoRowError("its batches have no attention_mask of a number for each token")
+    keep = mask.bool()  # [b, s]
+    lengths, first = keep.sum(1), keep.int().argmax(1)
+    place = torch.arange(mask.shape[1])[None]
+    in_one_piece = (place >= first[:, None]) & (place < (first + lengths)[:, None])
+    if not torch.equal(keep.to(mask.dtype), mask) or not torch.equal(keep, in_one_piece) or not lengths.all():
+        raise NoRowError("its attention_mask has other numbers than 1 for the tokens of a sample and 0 for padding")
+    inputs: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] == mask.shape:
+            inputs[key] = value[keep][None]  # [1, tokens, ...]
+        elif value is None:
+            inputs[key] = value
+        else:
+            what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise NoRowError(f"{key!r} of its batches is {what}, which has no entry for each token")
+    bounds = SampleBounds(lengths.tolist())
+    inputs.setdefault("position_ids", bounds.positions())
+    counted = dict(batch)
+    if first.any():  # with padding on the left, the first token would be predicted from padding
+        rows = torch.arange(len(mask))
+        for key in targets:
+            counted[key] = counted[key].clone()
+            counted[key][rows, first] = _no_target(counted[key])
+    return Row(_without_first(inputs, bounds, targets), bounds, counted)
+
+
+def _without_first(inputs: dict[str, Any], bounds: SampleBounds, targets: Sequence[str]) -> dict[str, Any]:
+    changed = {}
+    for key in targets:
+        changed[key] = inputs[key].clone()
+        changed[key][:, bounds.starts()] = _no_target(inputs[key])
+    return {**inputs, **changed}
+
+
+def _no_target(values: torch.Tensor) -> int:
+    return 0 if values.is_floating_point() or values.dtype == torch.bool else IGNORED
+
+
+# Attention
+
+_running: SampleBounds | None = None  # of the row that runs; one at a time in a process, whatever the thread
+
+
+class RowAttention:
+    """Has the attention of ``model`` stay within the samples of a row, while that runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        self._configs: list[PretrainedConfig] = []
+        while configs:
+            config = configs.pop()
+            if isinstance(config, PretrainedConfig) and all(config is not one for one in self._configs):
+                self._configs.append(config)
+                configs += [getattr(config, name, None) for name in config.sub_configs]
+
+    @contextlib.contextmanager
+    def within(self, bounds: SampleBounds, attend: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Run forward and backward of a row inside; ``attend`` to watch what attention is given."""
+        global _running
+        before = [config._attn_implementation_internal for config in self._configs]
+        around, _running = _running, bounds
+        AttentionInterface.register(NAME, attend or _attend)
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
+            AttentionInterface._global_mapping.pop(NAME, None)
+            _running = around
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: Any = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention within the samples of the row that runs, [1, tokens, heads, head size]."""
+    assert _running is not None
+    bounds, causal, window = _running, _is_causal(module, is_causal), _window(sliding_window)
+    if any(others.get(name) is not None for name in _BY_THE_FILE):
+        return _attend_by_the_file(module, (query, key, value), causal, window, scaling, dropout, others), None
+    output = attend_within_samples(query, key, value, bounds, causal=causal, scale=scaling, window=window,
+                                   dropout=dropout)  # fmt: skip
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _window(sliding_window: Any) -> int | None:
+    return sliding_window if isinstance(sliding_window, int) and sliding_window > 0 else None
+
+
+def _attend_by_the_file(
+    module: nn.Module,
+    row: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    causal: bool,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+    others: Mapping[str, Any],
+) -> torch.Tensor:
+    """Attend sample by sample with the function of the model's own file, which knows what others lack."""
+    assert _running is not None
+    files = (sys.modules[each.__module__] for each in type(module).__mro__)
+    attention = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+    outputs = []
+    for query, key, value in sample_by_sample(_running, *row):
+        length = query.shape[2]
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        seen = seen.tril() if causal else seen
+        if window is not None:
+            seen = seen.triu(1 - window) if causal else seen.triu(1 - window).tril(window - 1)
+        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
+        given = {**others, "scaling": scaling, "dropout": dropout, "sliding_window": window}
+        outputs.append(attention(module, query, key, value, mask[None, None], **given)[0].flatten(0, 1))
+    return torch.cat(outputs)[None]
+
+
+# Which models honour it
+
+
+class Watch:
+    """Sees which layers attend within samples, and that their masks are no others than causal order and a window."""
+
+    def __init__(self) -> None:
+        self._modules: set[int] = set()
+        self._why: str | None = None
+
+    @contextlib.contextmanager
+    def on(self, attention: RowAttention, bounds: SampleBounds) -> Iterator[None]:
+        """Watch a row that runs inside, with masks as models ask for them, by index."""
+        AttentionMaskInterface.register(NAME, _Mask)
+        try:
+            with attention.within(bounds, self._attend):
+                yield
+        finally:
+            AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+    def _attend(
+        self, module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **others: Any
+    ) -> Any:
+        self._modules.add(id(module))
+        if isinstance(attention_mask, _Mask):
+            causal, window = _is_causal(module, others.get("is_causal")), _window(others.get("sliding_window"))
+            if not attention_mask.is_as(causal, window):
+                self._why = f"the mask of {type(module).__name__} is more than causal order and a window"
+        elif attention_mask is not None:
+            self._why = f"{type(module).__name__} has a mask of its own"
+        return _attend(module, query, key, value, None, *args, **others)
+
+    def why_not(self, model: nn.Module) -> str | None:
+        """Return why rows would go wrong, in words; None if nothing speaks against them."""
+        if self._why is not None:
+            return self._why
+        layers = _of_text(model, "num_hidden_layers") or 1
+        if len(self._modules) < layers:
+            return f"{len(self._modules)} of {layers} layers attend by transformers' AttentionInterface"
+        return None
+
+
+class _Mask:
+    """A mask as a model asks for it: which tokens see which, by their index."""
+
+    def __init__(self, *, mask_function: Callable[..., torch.Tensor], **others: Any) -> None:
+        self._sees = mask_function
+
+    def is_as(self, causal: bool, window: int | None) -> bool:
+        """Return True if it is that of attention that is ``causal`` or not, with a ``window`` or without."""
+        key = torch.arange(_LONG)[None, None, None]
+        none = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+        for number in (0, 1, _LONG // 2, _LONG - 1):
+            query = none + number
+            expected = torch.ones_like(key, dtype=torch.bool)
+            if causal:
+                expected &= key <= query
+            if window is not None:
+                expected &= (key > query - window) & (key < query + window)
+            if not torch.equal(self._sees(none, none, query, key).expand(key.shape), expected):
+                return False
+        return True
+
+
+def _of_text(model: nn.Module, name: str) -> int | None:
+    """Return a number from the config of what reads text in ``model``; None if it has none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    config = next((config for config in configs if isinstance(config, PretrainedConfig)), None)
+    value = None if config is None else getattr(config.get_text_config(), name, None)
+    return value if isinstance(value, int) else None
+
+
+Piece = dict[str, torch.Tensor]
+"""A few tokens of a sample: tensors [tokens, ...]."""
+
+
+def pieces_of(row: Row, key: str) -> list[Piece]:
+    """Return a few tokens of each of up to three samples of a row that have targets in ``key``, of unlike lengths."""
+    pieces: list[Piece] = []
+    for start, length in zip(row.bounds.starts(), row.bounds.lengths, strict=True):
+        values = row.inputs[key][0, start : start + length]
+        targets = (values != _no_target(values)).flatten(1).any(1) if values.dim() > 1 else values != _no_target(values)
+        places = targets.nonzero().flatten().tolist()
+        if places and len(pieces) < len(_FEW_TOKENS):
+            end = places[-1] + 1
+            begin = max(end - _FEW_TOKENS[len(pieces)], 0)
+            pieces.append({
+                name: value[0, start + begin : start + end]
+                for name, value in row.inputs.items()
+                if isinstance(value, torch.Tensor) and value.shape[:2] == (1, row.bounds.tokens)
+                and name != "position_ids"
+            })  # fmt: skip
+            pieces[-1]["attention_mask"] = torch.ones(end - begin, dtype=torch.long)
+    return pieces * 2 if len(pieces) == 1 else pieces
+
+
+def alone_each(pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
+    """Return pieces as batches of one."""
+    return [{key: value[None] for key, value in piece.items()} for piece in pieces]
+
+
+def joined(pieces: Sequence[Piece], targets: Sequence[str]) -> Row:
+    """Return pieces as a row."""
+    bounds = SampleBounds([len(next(iter(piece.values()))) for piece in pieces])
+    inputs = {key: torch.cat([piece[key] for piece in pieces])[None] for key in pieces[0]}
+    inputs.setdefault("position_ids", bounds.positions())
+    return Row(_without_first(inputs, bounds, targets), bounds, inputs)
+
+
+def with_another_first(pieces: Sequence[Piece], model: nn.Module, key: str) -> tuple[list[Piece], list[Piece]]:
+    """Return pieces twice, the first without targets and once with other tokens.
+
+    For a model with a table of few positions they are repeated, so that there are more in the row than in the table.
+    """
+    first, *rest = ({**piece} for piece in pieces)
+    first[key] = torch.full_like(first[key], _no_target(first[key]))
+    other = dict(first)
+    known = torch.unique(torch.cat([piece["input_ids"] for piece in pieces]))
+    other["input_ids"] = known[(torch.searchsorted(known, first["input_ids"]) + 1) % len(known)]
+    positions, tokens = _of_text(model, "max_position_embeddings") or 0, sum(len(piece[key]) for piece in rest)
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    has_table = positions <= _LARGEST_TABLE and sizes & {*range(positions, positions + _SPARE + 1)}
+    times = positions // tokens + 1 if has_table else 1
+    return [first, *rest * times], [other, *rest * times]

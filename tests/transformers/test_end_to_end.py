@@ -1,0 +1,224 @@
+"""Samples that lie end to end train as padded ones do, and none of a model that would not is laid so."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching._transformers.handed_out import StepInputs, has_decoder, length_function  # noqa: E402
+from adaptive_batching._transformers.loss_kind import find_loss_kind  # noqa: E402
+from adaptive_batching._transformers.row_of_samples import NoRowError, row_of  # noqa: E402
+from adaptive_batching._transformers.step_in_parts import StepInParts  # noqa: E402
+from adaptive_batching._values import ByLength  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.transformers import architectures, trainers  # noqa: E402
+from tests.transformers.trainers import assert_alike, collate, logged, make_trainer, weights, without_probe  # noqa: E402
+
+WHY = "adaptive_batching._transformers.step_in_parts"
+
+
+def auto(**settings: Any) -> AdaptiveArguments:
+    return AdaptiveArguments(micro_batch_size="auto", adaptive_batching=settings or None)
+
+
+def step_of(trainer: Any, samples: list[Any]) -> StepInParts:
+    """Return the step of a trainer, ready to run."""
+    kind, _ = find_loss_kind(trainer, samples)
+    length = length_function(samples[0], targets=has_decoder(trainer.model))
+    step = StepInParts(trainer, kind, ByLength(), length, padding=False)
+    step.get_ready(samples)
+    step.max_tokens = 45  # two or three samples
+    return step
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def gradients_one_by_one(step: StepInParts, model: Any, samples: list[Any]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    batches = [collate([sample]) for sample in samples]
+    numbers = [step.kind.count(batch, 1) for batch in batches]
+    for batch, number in zip(batches, numbers, strict=True):
+        if step.kind.takes_number:
+            model(**batch, num_items_in_batch=sum(numbers)).loss.backward()
+        elif number:
+            (model(**batch).loss * number / sum(numbers)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("name", [*architectures.END_TO_END, *architectures.PADDED])
+def test_the_gradient_is_that_of_one_sample_at_a_time_whatever_the_architecture(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=WHY)
+    model, samples = architectures.make(name), trainers.make_data(6, 20)
+    implementations = [getattr(each, "config", None) for each in model.modules()]
+    before = [each and each._attn_implementation for each in implementations]
+    trainer = make_trainer(tmp_path, auto(), model=model, data=samples)
+    step = step_of(trainer, samples)
+    loss = step(StepInputs([samples]), partial(trainer.forward_backward, model))
+    found, expected = gradients(model), gradients_one_by_one(step, model, samples)
+    assert found.keys() == expected.keys() and loss > 0
+    scale = max(float(torch.stack([value.norm() for value in expected.values()]).norm()), 1e-12)
+    off = torch.stack([(found[key] - expected[key]).norm() for key in expected]).norm()
+    assert off <= 1e-6 * scale
+    assert step.in_rows == (name in architectures.END_TO_END)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(said) == 1, "a line says which"
+    if not step.in_rows:
+        assert architectures.PADDED[name][0] in said[0], said[0]
+    assert [each and each._attn_implementation for each in implementations] == before, "nothing stays in configs"
+    assert "samples_end_to_end" not in transformers.AttentionInterface().valid_keys()
+
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
+        {"bf16": True},
+        pytest.param(COMPILED, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_trainer_takes_the_steps_of_padded_samples(settings: dict[str, Any], tmp_path: Path) -> None:
+    made = []
+    for ours in (auto(), auto(padding=True)):
+        made.append(without_probe(make_trainer(tmp_path, ours, include_num_input_tokens_seen="all", **settings), 60))
+        watched = trainers.OutOfMemory(made[-1].model, 10**9)
+        made[-1].train()
+        assert {shape[0] for shape in watched.forwards[-6:]} == {1} or ours != auto()
+    rows, padded = made
+    tolerance, of_weights = (2e-2, 1e-2) if "bf16" in settings else (1e-6, 1e-6)
+    assert_alike(rows, padded, tolerance)
+    assert_near(rows, padded, of_weights)
+    tokens = sum(len(sample["input_ids"]) for sample in trainers.make_data())
+    assert rows.state.num_input_tokens_seen == tokens * settings.get("num_train_epochs", 2)
+    assert {each["padding"] for each in logged(rows) if "loss" in each} == {1.0}
+    assert rows.adaptive.step.in_rows and not padded.adaptive.step.in_rows
+
+
+def assert_near(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    """The weights of two trainers differ by less, relative to all that they have gained in training."""
+    start = trainers.make_llama().state_dict()
+    pairs = [(value, weights(other)[name], start[name]) for name, value in weights(one).items()]
+    off = math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs, _ in pairs))
+    moved = math.sqrt(sum(float((theirs - before).square().sum()) for _, theirs, before in pairs))
+    assert off <= 100 * tolerance * moved, (off, moved)  # Adam divides by what may be near zero
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_free": True, "max_length": None}, {"assistant": True}], ids=str)
+def test_sft_of_trl_takes_the_steps_of_padded_samples(settings: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    from tests.transformers import test_trl
+
+    made = []
+    for ours, more in ((auto(), settings), (auto(padding=True), {})):
+        test_trl.chance.seed(1)
+        more = {key: value for key, value in more.items() if key != "assistant"}
+        trainer = test_trl.make("SFT", tmp_path, test_trl.make_tokenizer(), ours, learning_rate=1e-3, **more)
+        if "assistant" in settings:  # the first half is a prompt
+            trainer.train_dataset = trainer.train_dataset.map(
+                lambda each: {
+                    "labels": [-100] * (len(each["labels"]) // 2) + each["labels"][len(each["labels"]) // 2 :]
+                }
+            )
+        made.append(without_probe(trainer, 60))
+        trainer.train()
+    rows, padded = made
+    assert rows.adaptive.step.in_rows and not padded.adaptive.step.in_rows
+    assert_alike(rows, padded, 1e-6, keys=("loss", "grad_norm", "learning_rate", "num_tokens"))
+    assert_near(rows, padded)
+
+
+class FailsOnce:
+    """Runs out of memory in attention, at the ``number``-th call of a kind in training steps, forward or backward."""
+
+    def __init__(self, model: Any, number: int, *, in_backward: bool) -> None:
+        self.left, self._in_backward, self.failures = number, in_backward, 0
+        self.attention = model.model.layers[1].self_attn
+        self.attention.register_forward_hook(self._forward)
+
+    def _forward(self, module: Any, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self._in_backward:
+            output[0].register_hook(lambda gradient: self._count())
+        elif torch.is_grad_enabled():
+            self._count()
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_row_that_runs_out_of_memory_runs_again_and_each_sample_counts_once(
+    in_backward: bool, tmp_path: Path
+) -> None:
+    clean = without_probe(make_trainer(tmp_path, auto()), 60)
+    clean.train()
+    short = without_probe(make_trainer(tmp_path, auto()), 60)
+    fails = FailsOnce(short.model, 40, in_backward=in_backward)
+    short.train()
+    assert fails.failures == 1 == short.adaptive.num_recoveries
+    assert_alike(short, clean, 1e-6)
+    assert {config._attn_implementation for config in [short.model.config]} == {"sdpa"}
+
+
+def test_a_checkpoint_does_not_know_of_rows(tmp_path: Path) -> None:
+    trainer = without_probe(make_trainer(tmp_path, auto(), save_strategy="epoch", num_train_epochs=1), 60)
+    trainer.train()
+    saved = "".join(path.read_text() for path in tmp_path.glob("checkpoint-*/*.json"))
+    assert "input_ids" not in saved and "end_to_end" not in saved
+
+
+LEFT = {"input_ids": [[0, 0, 5, 6], [1, 2, 3, 4]], "attention_mask": [[0, 0, 1, 1], [1, 1, 1, 1]]}
+
+
+def batch_of(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: torch.tensor(value) for key, value in values.items()}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_has_all_tokens_of_a_batch_and_no_target_from_another_sample(side: str) -> None:
+    rolled = {key: torch.tensor(value).roll(-2 if side == "right" else 0, 1)[:1] for key, value in LEFT.items()}
+    batch = {key: torch.cat([rolled[key], torch.tensor(value)[1:]]) for key, value in LEFT.items()}
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    row = row_of({**batch, "logits": torch.randn(2, 4, 3), "nothing": None}, ["labels"])
+    assert row.bounds.lengths == (2, 4)
+    assert row.inputs["input_ids"].tolist() == [[5, 6, 1, 2, 3, 4]]
+    assert row.inputs["labels"].tolist() == [[-100, 6, -100, 2, 3, 4]]
+    assert row.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert row.inputs["logits"].shape == (1, 6, 3) and row.inputs["nothing"] is None
+    assert row.counted["labels"][:, 1:].ne(-100).sum() == 4, "as many as in the row"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"attention_mask": [[1, 0, 1, 1], [1, 1, 1, 1]]}, "other numbers than 1"),
+        ({"attention_mask": [[1, 1, 2, 2], [1, 1, 1, 0]]}, "other numbers than 1"),
+        ({"attention_mask": [[0, 0, 0, 0], [1, 1, 1, 1]]}, "other numbers than 1"),
+        ({"weights": [1.0, 2.0]}, r"'weights' of its batches is of shape \[2\]"),
+        ({"pixel_values": [[[[1.0]]], [[[1.0]]]]}, "'pixel_values' of its batches"),
+    ],
+)
+def test_what_is_no_row_says_why(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(NoRowError, match=why):
+        row_of(batch_of({**LEFT, **more}))
+    with pytest.raises(NoRowError, match="no attention_mask"):
+        row_of(batch_of({"input_ids": LEFT["input_ids"]}))
