@@ -160,12 +160,12 @@ def _attend_at_once(
 ) -> torch.Tensor:
     left = -1 if window is None else window - 1
     offsets = bounds.offsets(query)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
     output = varlen_attn(
         *rows, offsets, offsets, bounds.longest, bounds.longest, scale=scale,
         window_size=(left, 0 if causal else left), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return output.transpose(0, 1)[None]
+    return output.transpose(0, 1).unsqueeze(0)  # as indexing, but without a kernel in the backward pass
 
 
 def _fused(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -190,7 +190,10 @@ def _varlen_attn() -> Callable[..., Any] | None:
 
 @functools.cache  # so that it is said once
 def _why_not_fused(device: torch.device, size: int, size_of_value: int) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError):  # of a device that is only traced
+        capability = (9, 0)
     why = None
     if _varlen_attn() is None:
         why = f"torch {torch.__version__} has no varlen_attn with windows and grouped heads"
