@@ -388,6 +388,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))
 
+    def unit(self, part: Part) -> str:
+        return "tokens" if self.in_rows else super().unit(part)
+
     def batch_dependent_module(self) -> str | None:
         return self._dependent_module
 
