@@ -116,6 +116,9 @@ def attend_within_samples(
     for tensor in (query, key, value):
         if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != bounds.tokens:
             raise ValueError(f"attention was given {list(tensor.shape)} for a row of {bounds.tokens} tokens")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # which casts for scaled_dot_product_attention alone
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     if window is not None and window >= bounds.longest:
         window = None
     if not dropout and (varlen_attn := _fused(query, value)) is not None:
@@ -142,7 +145,7 @@ def sample_by_sample(bounds: SampleBounds, *tensors: torch.Tensor) -> Iterator[t
     """
     longest, tokens = bounds.longest, bounds.tokens
     if type(tensors[0]).__name__ == "FakeTensor" and tokens > longest and tokens % longest == 0:
-        yield tuple(torch.unflatten(tensor[0], 1, (-1, longest)).transpose(0, 1) for tensor in tensors)
+        yield tuple(torch.unflatten(tensor.squeeze(0), 1, (-1, longest)).transpose(0, 1) for tensor in tensors)
     else:
         yield from zip(*(torch.split(tensor, list(bounds.lengths), 2) for tensor in tensors), strict=True)
 

@@ -55,3 +55,14 @@ def test_a_row_of_other_tokens_than_the_samples_have_is_refused() -> None:
         attend_within_samples(*inputs(4), SampleBounds([20, 4]))
     with pytest.raises(ValueError, match="at least one token each"):
         SampleBounds([3, 0])
+
+
+def test_autocast_casts_as_it_does_for_the_attention_of_torch() -> None:
+    """Where positions are in float32, queries and keys are, and values are not."""
+    bounds = SampleBounds([5, 3])
+    query, key, value = torch.randn(3, 1, 2, 8, 16).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attend_within_samples(query, key, value.bfloat16(), bounds)
+        first = scaled_dot_product_attention(query[:, :, :5], key[:, :, :5], value[:, :, :5].bfloat16(), is_causal=True)
+    assert output.dtype == first.dtype == torch.bfloat16
+    assert torch.equal(output[:, :, :5], first)

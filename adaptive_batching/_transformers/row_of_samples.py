@@ -68,7 +68,7 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
     A batch of one row without an attention mask is one already: samples begin where ``position_ids`` start over.
 
     Args:
-        batch: Tensors on the host: an ``attention_mask``, [b, s], and others of as many tokens, [b, s, ...].
+        batch: An ``attention_mask``, [b, s], on the host, and others of as many tokens, [b, s, ...].
         targets: Keys of what belongs to the prediction from the token before: for the first token of a sample, that is
             none of its own.
 
@@ -88,15 +88,8 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
     in_one_piece = (place >= first[:, None]) & (place < (first + lengths)[:, None])
     if not torch.equal(keep.to(mask.dtype), mask) or not torch.equal(keep, in_one_piece) or not lengths.all():
         raise NoRowError("its attention_mask has other numbers than 1 for the tokens of a sample and 0 for padding")
-    inputs: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.shape[:2] == mask.shape:
-            inputs[key] = value[keep][None]  # [1, tokens, ...]
-        elif value is None:
-            inputs[key] = value
-        else:
-            what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise NoRowError(f"{key!r} of its batches is {what}, which has no entry for each token")
+    # What has no entry for each token stays as it is, such as indices of samples: a model that takes it shows.
+    inputs = {key: value[keep][None] if _is_of(mask.shape, value) else value for key, value in batch.items()}
     bounds = SampleBounds(lengths.tolist())
     inputs.setdefault("position_ids", bounds.positions())
     counted = dict(batch)
@@ -106,6 +99,11 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
             counted[key] = counted[key].clone()
             counted[key][rows, first] = _no_target(counted[key])
     return Row(_without_first(inputs, bounds, targets), bounds, counted)
+
+
+def _is_of(shape: tuple[int, ...], value: Any) -> bool:
+    """Return True for a tensor with an entry for each token of ``shape``, [b, s] or [1, tokens]."""
+    return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(shape)
 
 
 def _without_first(inputs: dict[str, Any], bounds: SampleBounds, targets: Sequence[str]) -> dict[str, Any]:
@@ -284,40 +282,64 @@ def _of_text(model: nn.Module, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-Piece = dict[str, torch.Tensor]
-"""A few tokens of a sample: tensors [tokens, ...]."""
+@dataclass(frozen=True)
+class Piece:
+    """A few tokens of a sample."""
+
+    tokens: dict[str, torch.Tensor]  # [tokens, ...]
+    others: dict[str, Any]  # as in a batch of this sample
+
+    def alone(self) -> dict[str, Any]:
+        """Return it as a batch."""
+        return {**{key: value[None] for key, value in self.tokens.items()}, **self.others}
+
+    def changed(self, **tokens: torch.Tensor) -> Piece:
+        return Piece({**self.tokens, **tokens}, self.others)
 
 
 def pieces_of(row: Row, key: str) -> list[Piece]:
     """Return a few tokens of each of up to three samples of a row that have targets in ``key``, of unlike lengths."""
     pieces: list[Piece] = []
-    for start, length in zip(row.bounds.starts(), row.bounds.lengths, strict=True):
-        values = row.inputs[key][0, start : start + length]
-        targets = (values != _no_target(values)).flatten(1).any(1) if values.dim() > 1 else values != _no_target(values)
-        places = targets.nonzero().flatten().tolist()
+    bounds, of_tokens = row.bounds, {}
+    for name, value in row.inputs.items():
+        if name != "position_ids" and _is_of((1, bounds.tokens), value):
+            of_tokens[name] = value[0]
+    if key not in of_tokens:
+        raise NoRowError(f"{key!r} of its batches has no entry for each token")
+    others = {name: value for name, value in row.inputs.items() if name not in (*of_tokens, "position_ids")}
+    for number, (start, length) in enumerate(zip(bounds.starts(), bounds.lengths, strict=True)):
+        values = of_tokens[key][start : start + length]
+        places = values.ne(_no_target(values)).reshape(length, -1).any(1).nonzero().flatten().tolist()
         if places and len(pieces) < len(_FEW_TOKENS):
-            end = places[-1] + 1
-            begin = max(end - _FEW_TOKENS[len(pieces)], 0)
-            pieces.append({
-                name: value[0, start + begin : start + end]
-                for name, value in row.inputs.items()
-                if isinstance(value, torch.Tensor) and value.shape[:2] == (1, row.bounds.tokens)
-                and name != "position_ids"
-            })  # fmt: skip
-            pieces[-1]["attention_mask"] = torch.ones(end - begin, dtype=torch.long)
+            end = start + places[-1] + 1
+            begin = max(end - _FEW_TOKENS[len(pieces)], start)
+            tokens = {name: value[begin:end] for name, value in of_tokens.items()}
+            tokens["attention_mask"] = torch.ones(end - begin, dtype=torch.long)
+            of_sample = {
+                name: value[number : number + 1] if _is_by_sample(value, len(bounds.lengths)) else value
+                for name, value in others.items()
+            }
+            pieces.append(Piece(tokens, of_sample))
     return pieces * 2 if len(pieces) == 1 else pieces
 
 
-def alone_each(pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
-    """Return pieces as batches of one."""
-    return [{key: value[None] for key, value in piece.items()} for piece in pieces]
+def _is_by_sample(value: Any, num_samples: int) -> bool:
+    has_length = isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    return has_length and len(value) == num_samples
 
 
 def joined(pieces: Sequence[Piece], targets: Sequence[str]) -> Row:
     """Return pieces as a row."""
-    bounds = SampleBounds([len(next(iter(piece.values()))) for piece in pieces])
-    inputs = {key: torch.cat([piece[key] for piece in pieces])[None] for key in pieces[0]}
-    inputs.setdefault("position_ids", bounds.positions())
+    bounds = SampleBounds([len(piece.tokens["attention_mask"]) for piece in pieces])
+    inputs: dict[str, Any] = {key: torch.cat([piece.tokens[key] for piece in pieces])[None] for key in pieces[0].tokens}
+    for key, value in pieces[0].others.items():
+        inputs[key] = value
+        if _is_by_sample(value, 1):
+            values = [piece.others[key] for piece in pieces]
+            inputs[key] = (
+                torch.cat(values) if isinstance(value, torch.Tensor) else [each for of in values for each in of]
+            )
+    inputs["position_ids"] = bounds.positions()
     return Row(_without_first(inputs, bounds, targets), bounds, inputs)
 
 
@@ -326,13 +348,13 @@ def with_another_first(pieces: Sequence[Piece], model: nn.Module, key: str) -> t
 
     For a model with a table of few positions they are repeated, so that there are more in the row than in the table.
     """
-    first, *rest = ({**piece} for piece in pieces)
-    first[key] = torch.full_like(first[key], _no_target(first[key]))
-    other = dict(first)
-    known = torch.unique(torch.cat([piece["input_ids"] for piece in pieces]))
-    other["input_ids"] = known[(torch.searchsorted(known, first["input_ids"]) + 1) % len(known)]
-    positions, tokens = _of_text(model, "max_position_embeddings") or 0, sum(len(piece[key]) for piece in rest)
+    first, *rest = pieces
+    values, ids = first.tokens[key], first.tokens["input_ids"]
+    known = torch.unique(torch.cat([piece.tokens["input_ids"] for piece in pieces]))
+    first = first.changed(**{key: torch.full_like(values, _no_target(values))})
+    other = first.changed(input_ids=known[(torch.searchsorted(known, ids) + 1) % len(known)])
+    positions = _of_text(model, "max_position_embeddings") or 0
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     has_table = positions <= _LARGEST_TABLE and sizes & {*range(positions, positions + _SPARE + 1)}
-    times = positions // tokens + 1 if has_table else 1
+    times = positions // sum(len(piece.tokens[key]) for piece in rest) + 1 if has_table else 1
     return [first, *rest * times], [other, *rest * times]

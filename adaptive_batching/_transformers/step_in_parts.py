@@ -40,7 +40,6 @@ from adaptive_batching._transformers.row_of_samples import (
     Row,
     RowAttention,
     Watch,
-    alone_each,
     joined,
     pieces_of,
     row_of,
@@ -234,12 +233,14 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return "it has an encoder and a decoder"
         if kind.of == "samples":
             return f"its loss is {kind}, and a row has tokens"
+        if self._length is None:
+            return "the tokens of a sample are not known"
         row = row_of(collated(samples, self.collate))
         targets = tuple(key for key in targets if key in row.inputs and "shift_labels" not in row.inputs)
         pieces = pieces_of(row, kind.key)
         if not pieces:
             return "no sample has targets"
-        batches, watch, parameters = alone_each(pieces), Watch(), self.parameters()
+        batches, watch, parameters = [piece.alone() for piece in pieces], Watch(), self.parameters()
         numbers = [kind.count(batch, 1) for batch in batches]
         total = sum(numbers)
 
@@ -248,7 +249,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
             def run() -> torch.Tensor:
                 with around(made.bounds):
-                    return self._run(made.inputs, number, total, 1)
+                    return self._run(dict(made.inputs), number, total, 1)
 
             return run
 
@@ -280,7 +281,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if off > rounding:
             return f"the gradient of a row is {100 * min(off, 1):.2g} % off that of its samples"
         rows = with_another_first(pieces, model, kind.key)
-        number = sum(kind.count(batch, 1) for batch in alone_each(rows[0]))
+        number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
         leak, rounding = error(*([in_row(row, number, self._attention.within)] for row in rows))
         if leak > rounding / 4:  # of experts, which get other numbers of tokens; elsewhere the two are equal
             return f"a sample changes the gradient of those after it by {100 * min(leak, 1):.2g} %"
@@ -358,7 +359,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def _run_row(self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int) -> torch.Tensor:
         with self._around(row):
-            return self._run(batch if row is None else row.inputs, number, total, num_parts)
+            return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
 
     def _run(self, batch: Any, number: Any, total: Any, num_parts: int) -> torch.Tensor:
         trainer = self._trainer
@@ -387,6 +388,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         padded = sum(batch[name].numel() for batch in batches if name in batch)
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))
+
+    def unit(self, part: Part) -> str:
+        return "tokens" if self.in_rows else super().unit(part)
 
     def batch_dependent_module(self) -> str | None:
         return self._dependent_module

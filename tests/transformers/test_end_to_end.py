@@ -144,6 +144,38 @@ def test_sft_of_trl_takes_the_steps_of_padded_samples(settings: dict[str, Any], 
     assert_near(rows, padded)
 
 
+class WithIndices(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Weighs samples if told to, and else only notes which have run."""
+
+    weighs = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        indices, labels = inputs.pop("index"), inputs["labels"]
+        self.seen = [*getattr(self, "seen", []), *indices.tolist()]
+        logits = model(**{**inputs, "labels": None}).logits[:, :-1]  # [b, s, v]
+        losses = torch.nn.functional.cross_entropy(logits.mT, labels[:, 1:], reduction="none")  # [b, s]
+        weights = 1 + indices[:, None] % 3 if self.weighs else 1
+        return (losses * weights).sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_what_a_collate_function_adds_for_each_sample_is_no_hindrance_unless_it_makes_a_difference(
+    weighs: bool, tmp_path: Path
+) -> None:
+    data = [{**sample, "index": index} for index, sample in enumerate(trainers.make_data())]
+    collator = lambda samples: {**collate(samples), "index": torch.tensor([each["index"] for each in samples])}  # noqa: E731
+    made = []
+    for ours in (auto(), auto(padding=True)):
+        given: dict[str, Any] = dict(data=data, collator=collator, kind=WithIndices, remove_unused_columns=False)
+        made.append(without_probe(make_trainer(tmp_path, ours, num_train_epochs=1, **given), 60))
+        made[-1].weighs = weighs
+        made[-1].train()
+        assert sorted(made[-1].seen[-len(data) :]) == [*range(len(data))]
+    rows, padded = made
+    assert rows.adaptive.step.in_rows != weighs
+    assert_alike(rows, padded, 1e-6)
+
+
 class FailsOnce:
     """Runs out of memory in attention, at the ``number``-th call of a kind in training steps, forward or backward."""
 
@@ -198,12 +230,13 @@ def test_a_row_has_all_tokens_of_a_batch_and_no_target_from_another_sample(side:
     rolled = {key: torch.tensor(value).roll(-2 if side == "right" else 0, 1)[:1] for key, value in LEFT.items()}
     batch = {key: torch.cat([rolled[key], torch.tensor(value)[1:]]) for key, value in LEFT.items()}
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    row = row_of({**batch, "logits": torch.randn(2, 4, 3), "nothing": None}, ["labels"])
+    row = row_of({**batch, "logits": torch.randn(2, 4, 3), "index": torch.tensor([7, 8]), "nothing": None}, ["labels"])
     assert row.bounds.lengths == (2, 4)
     assert row.inputs["input_ids"].tolist() == [[5, 6, 1, 2, 3, 4]]
     assert row.inputs["labels"].tolist() == [[-100, 6, -100, 2, 3, 4]]
     assert row.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
     assert row.inputs["logits"].shape == (1, 6, 3) and row.inputs["nothing"] is None
+    assert row.inputs["index"].tolist() == [7, 8], "of samples, as it was"
     assert row.counted["labels"][:, 1:].ne(-100).sum() == 4, "as many as in the row"
 
 
@@ -213,8 +246,6 @@ def test_a_row_has_all_tokens_of_a_batch_and_no_target_from_another_sample(side:
         ({"attention_mask": [[1, 0, 1, 1], [1, 1, 1, 1]]}, "other numbers than 1"),
         ({"attention_mask": [[1, 1, 2, 2], [1, 1, 1, 0]]}, "other numbers than 1"),
         ({"attention_mask": [[0, 0, 0, 0], [1, 1, 1, 1]]}, "other numbers than 1"),
-        ({"weights": [1.0, 2.0]}, r"'weights' of its batches is of shape \[2\]"),
-        ({"pixel_values": [[[[1.0]]], [[[1.0]]]]}, "'pixel_values' of its batches"),
     ],
 )
 def test_what_is_no_row_says_why(more: dict[str, Any], why: str) -> None:

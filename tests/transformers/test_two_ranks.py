@@ -16,7 +16,7 @@ from adaptive_batching import ConfigError
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.support.ranks import free_port, run_ranks, run_together
-from tests.transformers import trainers, two_ranks
+from tests.transformers import architectures, trainers, two_ranks
 from tests.transformers.two_ranks import DOUBLE, SAMPLES, SHORT
 
 pytestmark = pytest.mark.xdist_group("trainers_two_ranks")
@@ -139,6 +139,25 @@ def test_a_loss_that_is_a_mean_over_samples_is_one_with_a_sharded_model(ranks: l
     model.register_forward_hook(double)
     whole = in_one_process(tmp_path, model=model, collator=trainers.collate_classes)
     assert_alike(of_run("fsdp short classes", ranks), whole)
+
+
+@pytest.mark.parametrize("name", ["ddp rows llama", "fsdp rows checkpointed"])
+def test_samples_end_to_end_run_again_on_both_ranks_when_one_is_short(
+    name: str, ranks: list[Found], tmp_path: Path
+) -> None:
+    found = of_run(name, ranks)
+    assert_alike(found, in_one_process(tmp_path))
+    assert found["in_rows"] and ranks[0][name]["recoveries"] == ranks[1][name]["recoveries"] >= 1
+
+
+def test_samples_of_a_sharded_model_are_padded_if_it_would_not_keep_them_apart(
+    ranks: list[Found], tmp_path: Path
+) -> None:
+    """It fails on a row, in the midst of a forward."""
+    found = of_run("fsdp auto bloom", ranks)
+    assert_alike(found, in_one_process(tmp_path, model=architectures.make("Bloom")))
+    assert [rank["fsdp auto bloom"]["in_rows"] for rank in ranks] == [False, False]
+    assert all(of_run(f"{name} probed {of}", ranks)["in_rows"] for name, of in (("ddp", "llama"), ("fsdp", "sft")))
 
 
 def test_with_none_set_a_sharded_model_trains_bit_for_bit_as_with_trainer(ranks: list[Found]) -> None:

@@ -33,7 +33,7 @@ from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
 from tests.support.garbage import quicken_collections
 from tests.support.steps import predicted_and_real
-from tests.transformers import trainers
+from tests.transformers import architectures, trainers
 
 RANK = int(os.environ.get("RANK", 0))
 SAMPLES = 64  # two steps of two batches of 8 on each of two ranks
@@ -45,6 +45,8 @@ OURS = {
     "parts": AdaptiveArguments(micro_batch_size=3),
     "short": AdaptiveArguments(micro_batch_size=8),
     "probed": AdaptiveArguments(micro_batch_size="auto"),
+    "rows": AdaptiveArguments(micro_batch_size="auto"),
+    "auto": AdaptiveArguments(micro_batch_size="auto"),
     "found": AdaptiveArguments(micro_batch_size="auto"),
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"}),
     "growing": AdaptiveArguments(
@@ -174,9 +176,9 @@ def make(name: str, folder: Path, **more: Any) -> Any:
     torch.manual_seed(0)
     if model in OF_TRL:
         return of_trl(model, folder, arguments, settings)
-    made = trainers.make_classes if model == "classes" else trainers.make_llama
+    made = {"classes": trainers.make_classes, "bloom": lambda: architectures.make("Bloom")}
     return trainers.make_trainer(
-        folder, arguments, model=made(), data=trainers.make_data(SAMPLES),
+        folder, arguments, model=made.get(model, trainers.make_llama)(), data=trainers.make_data(SAMPLES),
         collator=trainers.collate_classes if model == "classes" else trainers.collate,
         **{"gradient_accumulation_steps": 2, **settings, **LLAMAS.get(model, {})},
     )  # fmt: skip
@@ -197,7 +199,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     saves = {"save_strategy": "steps", "save_steps": SAVED_AT[ours]} if ours in SAVED_AT else {}
     with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext():
         trainer = make(name, folder, **saves)
-        if ours in ("short", "maximum"):
+        if ours == "rows":
+            trainers.without_probe(trainer, 90)
+        if ours in ("short", "maximum", "rows"):
             ShortOnOneRank(trainer.model, 130 if model in OF_TRL else 60)
         if ours == "found":
             trainer.adaptive.find()
@@ -239,14 +243,23 @@ def outcome(trainer: Any) -> dict[str, Any]:
     run = getattr(trainer, "adaptive", None)
     if run is not None:
         found["recoveries"] = run.num_recoveries
+        found["in_rows"] = run.step is not None and run.step.in_rows
         found["probed"] = None if run.probe is None else run.probe.batch_size
         found["search"] = None if run.probe is None else run.probe.search
     return found
 
 
 def runs() -> list[str]:
-    ddp = ["parts llama", "short llama", "probed llama", "found llama", "evaluated llama"]
-    sharded = ["stock llama", "off llama", "maximum llama", "growing llama", "short classes"]
+    ddp = ["parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama"]
+    sharded = [
+        "stock llama",
+        "off llama",
+        "maximum llama",
+        "growing llama",
+        "short classes",
+        "rows checkpointed",
+        "auto bloom",
+    ]
     sharded += [f"{place} llama" for place in ("head", "gather", "reduce")]
     sharded += ["recompute checkpointed", "short float16"]
     if importlib.util.find_spec("trl") is not None:
