@@ -39,8 +39,6 @@ from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
     WEIGHTS,
-    WORKSPACE,
-    WORKSPACE_OF_HOPPER,
     Labels,
     Moments,
     line_of,
@@ -52,7 +50,7 @@ from adaptive_batching._dry_run.history import (
 from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
-from adaptive_batching._memory import allocator_advice
+from adaptive_batching._memory import allocator_advice, workspace_bytes
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
@@ -345,8 +343,8 @@ class Watch:
         traces = torch.cuda.memory._snapshot()["device_traces"]
         of_device = traces[device] if device < len(traces) else []
         until = failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None
-        workspace = WORKSPACE_OF_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else WORKSPACE
-        history = read_history(of_device, self._labels, Moments(self._calls, self._ends_us, until), workspace)
+        moments = Moments(self._calls, self._ends_us, until)
+        history = read_history(of_device, self._labels, moments, workspace_bytes(device))
         frames = history.peak_frames
         return {
             "peak_step": step_of(history.peak_us, self._ends_us), "peak_line": line_of_script(frames),
