@@ -43,6 +43,19 @@ def cuda_segments() -> Segments | None:
     return Segments.EXPANDABLE if has_effect else None
 
 
+def workspace_bytes(device: int | None = None) -> int:
+    """Return what a handle of cuBLAS keeps for its products; that of Ampere and Ada where the device is not known.
+
+    There are two: of the thread that runs forward passes, and of autograd's. From ``parseChosenWorkspaceSize`` in
+    ``CublasHandlePool.cpp``; Blackwell's are larger since pytorch/pytorch pull 175344.
+    """
+    if chosen := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
+        return sum(int(kibibytes) * int(count) for kibibytes, count in chosen) * 2**10
+    major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_initialized() else 8  # type: ignore[no-untyped-call]
+    large = (9, 10, 12) if torch.__version__ >= "2.12" else (9,)
+    return 32 * 2**20 if major in large else 8 * 2**20 + 128 * 2**10
+
+
 def settings_in_environment() -> dict[str, str]:
     """Return the settings in the environment that change how much the allocator reserves."""
     return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}

@@ -14,8 +14,12 @@ from adaptive_batching._values import ConfigError
 class Gpu:
     name: str
     memory_gib: float
-    """Total as out-of-memory messages of PyTorch on Linux state it, without what error correction and the driver keep.
-    Drivers differ by some 0.2 GiB, and the lower ones are taken."""
+    """What CUDA reports in total on Linux, without what error correction and the driver keep.
+
+    From out-of-memory messages ("GPU 0 has a total capacity of"), ``torch.cuda.get_device_properties`` and Ultralytics'
+    first line, as people quote them in issues, logs and notebooks. Drivers differ by some 0.2 GiB, and the lowest are
+    taken. Workstation cards are listed as they come, with error correction off; with it, they report 6 % less.
+    """
 
     peak_tflops: float
     """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
@@ -39,14 +43,14 @@ class Gpu:
 
 TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)
 GPUS = [
-    Gpu("T4", 14.56, 65, TURING, 40), Gpu("V100-16GB", 15.77, 125, (7, 0), 80),
+    Gpu("T4", 14.56, 65, TURING, 40), Gpu("P100", 15.88, 19, (6, 0), 56), Gpu("V100-16GB", 15.77, 125, (7, 0), 80),
     Gpu("V100-32GB", 31.73, 125, (7, 0), 80), Gpu("A10", 21.99, 125, AMPERE, 72),
     Gpu("A10G", 21.99, 70, AMPERE, 80), Gpu("L4", 21.95, 121, ADA, 58),
-    Gpu("RTX 3090", 23.57, 71, AMPERE, 82), Gpu("RTX 4090", 23.52, 165, ADA, 128),
-    Gpu("RTX 5090", 31.36, 210, BLACKWELL, 170), Gpu("A6000", 47.4, 155, AMPERE, 84),
+    Gpu("RTX 3090", 23.56, 71, AMPERE, 82), Gpu("RTX 4090", 23.52, 165, ADA, 128),
+    Gpu("RTX 5090", 31.35, 210, BLACKWELL, 170), Gpu("A6000", 47.4, 155, AMPERE, 84),
     Gpu("L40S", 44.4, 362, ADA, 142), Gpu("A100-40GB", 39.39, 312, (8, 0), 108),
     Gpu("A100-80GB", 79.15, 312, (8, 0), 108), Gpu("H100", 79.1, 989, HOPPER, 132),
-    Gpu("H200", 139.8, 989, HOPPER, 132), Gpu("B200", 178.3, 2250, (10, 0), 148),
+    Gpu("H200", 139.8, 989, HOPPER, 132), Gpu("B200", 178.35, 2250, (10, 0), 148),
     # GeForce: half the rate of the chip where sums are in float32
     Gpu("RTX 2060", 5.61, 26, TURING, 30), Gpu("RTX 2070", 7.6, 30, TURING, 36),
     Gpu("RTX 2070 Super", 7.6, 36, TURING, 40), Gpu("RTX 2080", 7.6, 40, TURING, 46),
@@ -55,8 +59,8 @@ GPUS = [
     Gpu("RTX 3060 Ti", 7.66, 32, AMPERE, 38), Gpu("RTX 3070", 7.66, 41, AMPERE, 46),
     Gpu("RTX 3070 Ti", 7.66, 43, AMPERE, 48), Gpu("RTX 3080-10GB", 9.64, 60, AMPERE, 68),
     Gpu("RTX 3080-12GB", 11.63, 61, AMPERE, 70), Gpu("RTX 3080 Ti", 11.63, 68, AMPERE, 80),
-    Gpu("RTX 3090 Ti", 23.57, 80, AMPERE, 84), Gpu("RTX 4060", 7.63, 30, ADA, 24),
-    Gpu("RTX 4060 Ti-8GB", 7.63, 44, ADA, 34), Gpu("RTX 4060 Ti-16GB", 15.57, 44, ADA, 34),
+    Gpu("RTX 3090 Ti", 23.55, 80, AMPERE, 84), Gpu("RTX 4060", 7.63, 30, ADA, 24),
+    Gpu("RTX 4060 Ti-8GB", 7.62, 44, ADA, 34), Gpu("RTX 4060 Ti-16GB", 15.57, 44, ADA, 34),
     Gpu("RTX 4070", 11.59, 58, ADA, 46), Gpu("RTX 4070 Super", 11.59, 71, ADA, 56),
     Gpu("RTX 4070 Ti", 11.59, 80, ADA, 60), Gpu("RTX 4070 Ti Super", 15.57, 88, ADA, 66),
     Gpu("RTX 4080", 15.57, 97, ADA, 76), Gpu("RTX 4080 Super", 15.57, 104, ADA, 80),
@@ -65,19 +69,20 @@ GPUS = [
     Gpu("RTX 5070 Ti", 15.46, 88, BLACKWELL, 70), Gpu("RTX 5080", 15.46, 113, BLACKWELL, 84),
     # Workstations and servers
     Gpu("Quadro RTX 6000", 23.64, 130, TURING, 72), Gpu("Quadro RTX 8000", 47.4, 130, TURING, 72),
-    Gpu("A2", 14.5, 18, AMPERE, 10), Gpu("A30", 23.5, 165, (8, 0), 56), Gpu("A40", 44.3, 150, AMPERE, 84),
-    Gpu("A4000", 15.6, 77, AMPERE, 48), Gpu("A4500", 19.6, 95, AMPERE, 56), Gpu("A5000", 23.6, 111, AMPERE, 64),
+    Gpu("A2", 14.5, 18, AMPERE, 10), Gpu("A30", 23.5, 165, (8, 0), 56), Gpu("A40", 44.35, 150, AMPERE, 84),
+    Gpu("A4000", 15.6, 77, AMPERE, 48), Gpu("A4500", 19.6, 95, AMPERE, 56), Gpu("A5000", 23.57, 111, AMPERE, 64),
     Gpu("A5500", 23.6, 136, AMPERE, 80), Gpu("A800", 79.15, 312, (8, 0), 108),
     Gpu("RTX 4000 Ada", 19.5, 107, ADA, 48), Gpu("RTX 4500 Ada", 23.5, 159, ADA, 60),
-    Gpu("RTX 5000 Ada", 31.4, 261, ADA, 100), Gpu("RTX 6000 Ada", 47.4, 364, ADA, 142),
+    Gpu("RTX 5000 Ada", 31.4, 261, ADA, 100), Gpu("RTX 6000 Ada", 47.36, 364, ADA, 142),
     Gpu("RTX PRO 6000", 94.96, 504, BLACKWELL, 188), Gpu("L20", 44.4, 120, ADA, 92), Gpu("L40", 44.4, 181, ADA, 142),
-    Gpu("H20", 95.0, 148, HOPPER, 78), Gpu("H800", 79.1, 989, HOPPER, 132), Gpu("H100 NVL", 93.0, 835, HOPPER, 132),
+    Gpu("H20", 95.0, 148, HOPPER, 78), Gpu("H800", 79.1, 989, HOPPER, 132), Gpu("H100 NVL", 93.08, 835, HOPPER, 132),
     Gpu("GH200", 94.5, 989, HOPPER, 132),
 ]  # fmt: skip
 
 # What the driver calls them, where that is not NVIDIA and the name here
 _DEVICE_NAMES = {
-    "T4": "Tesla T4", "V100-16GB": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB",
+    "T4": "Tesla T4", "P100": "Tesla P100-PCIE-16GB",
+    "V100-16GB": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB",
     "A100-40GB": "NVIDIA A100-SXM4-40GB", "A100-80GB": "NVIDIA A100-SXM4-80GB", "A800": "NVIDIA A800-SXM4-80GB",
     "H100": "NVIDIA H100 80GB HBM3", "GH200": "NVIDIA GH200 480GB", "Titan RTX": "NVIDIA TITAN RTX",
     "Quadro RTX 6000": "Quadro RTX 6000", "Quadro RTX 8000": "Quadro RTX 8000",

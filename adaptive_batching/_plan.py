@@ -42,7 +42,7 @@ class OutsideAllocator:
 
 CONTEXT = OutsideAllocator("CUDA context and kernels", 300 * MIB, 700 * MIB, "pytorch/pytorch issues 28113 and 107667")
 WORKSPACES = OutsideAllocator(
-    "more for cuBLAS, on Hopper", 0, 48 * MIB, "pytorch/pytorch CublasHandlePool.cpp, pull 120925"
+    "more for cuBLAS, on Hopper and Blackwell", 0, 48 * MIB, "pytorch/pytorch CublasHandlePool.cpp, pull 120925"
 )
 """Workspaces of cuBLAS' two handles there, beyond the 8 MiB each that are counted as tensors."""
 NCCL = OutsideAllocator("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864 and 986")

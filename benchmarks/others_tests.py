@@ -5,8 +5,8 @@
 
 Every trainer that a test makes, of whatever class, becomes ``adaptive(class)``: once with no settings, and once with
 ``micro_batch_size="auto"``. What passes with the trainers as they are has to pass with ours, or to be refused in a line
-that says what works; nothing else is run with ours. It takes hours: with ``--folder``, files of tests that have run
-are not run again, and ``--only-report`` reports what has run so far.
+that says what works; nothing else is run with ours. It takes hours: with ``--folder``, tests that have ended are not
+run again, even where a file was cut off, by ``--minutes`` or by hand; ``--only-report`` reports what has run so far.
 
 Nothing is downloaded. TRL's tests get what its own scripts make: its data sets, and its tiny models with random
 weights, with a tokenizer of bytes in place of theirs. Tests that want something else from the hub fail in all three.
@@ -23,13 +23,16 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from common import write_report
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
@@ -61,6 +64,8 @@ WHY = {
     "test_resume_training_with_different_batch_size": "the model adds random numbers to its loss",
 }
 """Why a test ends otherwise, where its error does not say so."""
+MINUTES = 5
+"""What a test may take."""
 NOT_RUN: list[str] = []
 """Files of tests that have not run in all modes."""
 
@@ -85,6 +90,31 @@ def pytest_configure() -> None:
     given = AdaptiveArguments(**MODES[os.environ["OTHERS_TESTS_MODE"]])
     transformers.Trainer.__new__ = make
     AdaptiveTraining.__init__ = functools.partialmethod(AdaptiveTraining.__init__, adaptive=given)  # type: ignore
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave out tests that have ended, and with adaptive trainers those that do not pass without."""
+    stock, result = (Path(os.environ[f"OTHERS_TESTS_{name}"]) for name in ("STOCK", "RESULT"))
+    ended = set(read(result))
+    counted = None if os.environ["OTHERS_TESTS_MODE"] == STOCK else set(_passing(read(stock)))
+    left = [item for item in items if item.nodeid not in ended and (counted is None or item.nodeid in counted)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = left
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Have a test that does not end fail."""
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(60 * MINUTES)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"it takes more than {MINUTES} minutes")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -176,29 +206,31 @@ Ends = dict[str, tuple[str, str]]
 """How each test ends, and the first line of its error."""
 
 
-def run(suite: str, checkout: Path, modes: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Ends]:
-    """Return how each test of a suite ends in each mode; a file of tests counts if it has run in all of them."""
-    found: dict[str, Ends] = {mode: {} for mode in (STOCK, *modes)}
+def run(suite: str, checkout: Path, args: argparse.Namespace, folder: Path) -> dict[str, Ends]:
+    """Return how each test of a suite ends in each mode; a file of tests counts as far as it has run in all of them."""
+    found: dict[str, Ends] = {mode: {} for mode in (STOCK, *args.modes)}
     for path in (path for path in SUITES[suite] if (checkout / path).is_file()):
         results = {mode: folder / f"{suite}-{mode.replace(' ', '-')}-{Path(path).stem}.jsonl" for mode in found}
+        if not args.only_report and (not args.files or any(name in Path(path).stem for name in args.files)):
+            for mode, result in results.items():
+                if not result.is_file() and (mode == STOCK or results[STOCK].is_file()):
+                    run_file(path, checkout, mode, result, results[STOCK], args)
+        ends = {mode: read(result) for mode, result in results.items()}
+        ends |= {mode: ends[mode] or read(result.with_suffix(".part")) for mode, result in results.items()}
         for mode, result in results.items():
-            passing = [] if mode == STOCK else _passing(read(results[STOCK])) if results[STOCK].is_file() else []
-            if not result.is_file() and not args.only_report:
-                if mode == STOCK or passing:
-                    run_file([path] if mode == STOCK else passing, checkout, mode, result, args.k)
-                else:
-                    result.write_text("")
-        if missing := [mode for mode, result in results.items() if not result.is_file()]:
-            NOT_RUN.append(f"{suite}: {path} ({', '.join(missing)})")
-            continue
-        for mode, result in results.items():
-            found[mode].update(read(result))
+            if not result.is_file():
+                count = f"but for {len(ends[mode])} tests" if ends[mode] else "at all"
+                NOT_RUN.append(f"{suite}: {path} with {mode} {count}")
+        # What passes with the trainers as they are counts where it has run with ours, too.
+        passing = [name for name in _passing(ends[STOCK]) if all(name in each for each in ends.values())]
+        for mode, each in ends.items():
+            found[mode] |= {name: each[name] for name in passing}
     return found
 
 
 def read(result: Path) -> Ends:
     found: Ends = {}
-    for name, outcome, error in map(json.loads, result.read_text().splitlines()):
+    for name, outcome, error in map(json.loads, result.read_text().splitlines() if result.is_file() else []):
         first = error.partition("\n")[0]
         if found.get(name, (PASSED,))[0] == PASSED:
             found[name] = (REFUSED if "ConfigError" in first else outcome, first.rpartition("ConfigError: ")[2])
@@ -209,24 +241,32 @@ def _passing(ends: Ends) -> list[str]:
     return [name for name, (outcome, _) in ends.items() if outcome == PASSED]
 
 
-def run_file(names: list[str], checkout: Path, mode: str, result: Path, chosen: str) -> None:
-    """Have pytest run a file of tests, or such tests of it, and write how each test ended to ``result``."""
+def run_file(path: str, checkout: Path, mode: str, result: Path, stock: Path, args: argparse.Namespace) -> None:
+    """Have pytest run a file of tests, and write how each ended to ``result`` once all have."""
     part = result.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    part.touch()
     here = str(Path(__file__).parent.resolve())
     paths = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider",
-        f"--rootdir={checkout}", *(["-k", chosen] if chosen else []), *(str(checkout / name) for name in names),
+        f"--rootdir={checkout}", *(["-k", args.k] if args.k else []), str(checkout / path),
     ]  # fmt: skip
     environment = {
         **os.environ, "PYTHONPATH": paths, "OTHERS_TESTS_MODE": mode, "OTHERS_TESTS_RESULT": str(part),
-        "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true",
+        "OTHERS_TESTS_STOCK": str(stock), "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true",
     }  # fmt: skip
-    with result.with_suffix(".log").open("w") as log:
-        subprocess.run(command, cwd=result.parent, env=environment, stdout=log, stderr=log, check=False)
-    part.rename(result)
+    print(f"{path} with {mode}", file=sys.stderr, flush=True)
+    with result.with_suffix(".log").open("a") as log:
+        tests = subprocess.Popen(command, cwd=result.parent, env=environment, stdout=log, stderr=log)
+        try:
+            tests.wait(args.minutes and 60 * args.minutes)
+        except subprocess.TimeoutExpired:
+            tests.kill()
+            tests.wait()
+            return
+    # 0 or 1 if all tests ran, 5 if none was left to run.
+    if tests.returncode in (0, 1, 5) and not args.k:
+        part.touch()
+        part.rename(result)
 
 
 def version_of(checkout: Path) -> str:
@@ -247,17 +287,19 @@ def main() -> None:
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="which settings; default: all")
     parser.add_argument("--only-report", action="store_true", help="run nothing, and report what --folder has")
+    parser.add_argument("--files", nargs="+", default=[], help="run only files with one of these in their names")
+    parser.add_argument("--minutes", type=float, help="for each file and setting; default: no limit")
     parser.add_argument("-k", default="", help="which tests, as pytest takes it; default: all")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/others_tests_cpu.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
+        folder = (args.folder or Path(temporary)).resolve()
         found = {}
         for suite in SUITES:
             if checkout := getattr(args, suite):
                 if suite == "trl" and not args.only_report and not (folder / "trl-internal-testing").is_dir():
                     Standins(checkout.resolve(), folder).make()
-                found[suite] = run(suite, checkout.resolve(), args.modes, args, folder)
+                found[suite] = run(suite, checkout.resolve(), args, folder)
     versions = [f"{suite}: tests of {version_of(getattr(args, suite))}" for suite in found]
     report(args.output, found, versions)
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from adaptive_batching import _unused_memory
-from adaptive_batching._caching_allocator import _ALLOCATOR_VARIABLES, Segments, allocator_advice, cuda_segments
+from adaptive_batching._caching_allocator import (
+    _ALLOCATOR_VARIABLES,
+    Segments,
+    allocator_advice,
+    cuda_segments,
+    workspace_bytes,
+)
 from adaptive_batching._memory import CpuMeter, MemoryMeter, _status, keep_little_on_the_host, memory_meter
 from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._unused_memory import release_cached_memory
@@ -307,3 +313,19 @@ def test_how_much_is_reserved_is_known_for_the_settings_whose_rules_are(
     monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING")
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert cuda_segments() is None
+
+
+@pytest.mark.parametrize(
+    ("major", "chosen", "size"),
+    [(None, "", 8320), (8, "", 8320), (9, "", 32768), (12, "", 32768), (9, ":4096:2:16:8", 8320), (8, "4", 8320)],
+)
+def test_a_workspace_of_cublas_has_the_size_that_torch_gives_it(
+    major: int | None, chosen: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
+    assert workspace_bytes(0) == size * 2**10
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    assert (workspace_bytes(0) == size * 2**10) == (major != 12)

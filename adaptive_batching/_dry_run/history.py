@@ -20,7 +20,6 @@ FORWARD, BACKWARD, STEP = "activations", "temporaries of the backward pass", "te
 BUCKETS, COLLECTIVES, WORKSPACES = "DDP buckets", "buffers of collectives", "cuBLAS workspaces"
 KEPT = "kept from step to step"
 CATEGORIES = (WEIGHTS, GRADIENTS, STATES, FORWARD, BACKWARD, STEP, BUCKETS, COLLECTIVES, WORKSPACES, KEPT)
-WORKSPACE, WORKSPACE_OF_HOPPER = 8_519_680, 32 * 2**20  # bytes (pytorch, CublasHandlePool.cpp)
 BLOCK = 512  # bytes, to whose multiples torch rounds an allocation
 MOST_HOLDERS = 10
 MOST_POINTS = 400  # of the picture
@@ -88,7 +87,7 @@ class History:
 
 
 def read_history(
-    events: Sequence[Event], labels: Sequence[Labels], moments: Moments = Moments(), workspace: int = WORKSPACE
+    events: Sequence[Event], labels: Sequence[Labels], moments: Moments = Moments(), workspace: int = 0
 ) -> History:
     """Return what the history of a device tells.
 

@@ -33,15 +33,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from adaptive_batching._caching_allocator import allocator_advice
+from adaptive_batching._caching_allocator import allocator_advice, workspace_bytes
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.errors import describe_error, write_process
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
     WEIGHTS,
-    WORKSPACE,
-    WORKSPACE_OF_HOPPER,
     Labels,
     Moments,
     line_of,
@@ -351,8 +349,8 @@ class Watch:
         traces = torch.cuda.memory._snapshot()["device_traces"]
         of_device = traces[device] if device < len(traces) else []
         until = failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None
-        workspace = WORKSPACE_OF_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else WORKSPACE
-        history = read_history(of_device, self._labels, Moments(self._calls, self._ends_us, until), workspace)
+        moments = Moments(self._calls, self._ends_us, until)
+        history = read_history(of_device, self._labels, moments, workspace_bytes(device))
         frames = history.peak_frames
         return {
             "peak_step": step_of(history.peak_us, self._ends_us), "peak_line": line_of_script(frames),

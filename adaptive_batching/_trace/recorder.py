@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from adaptive_batching._caching_allocator import workspace_bytes
 from adaptive_batching._trace.traced_step import (
     ACTIVATIONS,
     BACKWARD,
@@ -79,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Of cuBLAS: one of the thread that runs forwards, and one of autograd's.
         self._handles = [_Handle(), _Handle()] if on_cuda else []
         for handle in self._handles:
-            self._tracker.allocate(handle, OTHER, handle_bytes())
+            self._tracker.allocate(handle, OTHER, workspace_bytes())
         self._equality: weakref.ref[Any] | None = None  # last result of a comparison of two numbers
         self._in_optimizer = False
         self._depth = 0  # of modules whose forward runs
@@ -286,15 +287,6 @@ def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
             inputs, outputs = prod(shape[: len(dims)]), prod(shape[len(dims) :])
             return Scratch("sum of rows", (inputs, outputs, _threads_at_once()))
     return None
-
-
-def handle_bytes() -> int:
-    """Return what a handle of cuBLAS keeps for its products; that of Ampere and Ada where the device is not known.
-
-    ``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``.
-    """
-    on_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability()[0] == 9  # type: ignore[no-untyped-call]
-    return 32 * 2**20 if on_hopper else 8 * 2**20 + 128 * 2**10
 
 
 def _threads_at_once() -> int:

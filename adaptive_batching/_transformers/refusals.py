@@ -76,15 +76,13 @@ def _check_methods(trainer: Any) -> None:
     args, name = trainer.args, type(trainer).__name__
     names = {class_.__name__ for class_ in type(trainer).__mro__}
     generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs or bool(names & _GENERATING)
+    instead = "Trainer, SFTTrainer, DPOTrainer and RewardTrainer work"
     if "GKDTrainer" in names:
         generates = args.lmbda > 0 or args.seq_kd
-        if generates:
-            name += f" with lmbda={args.lmbda}, seq_kd={args.seq_kd}"
+        name += f" with lmbda={args.lmbda}, seq_kd={args.seq_kd}" if generates else ""
+        instead = "set lmbda=0 and seq_kd=False, which trains on the answers of the data"
     if generates:
-        raise ConfigError(
-            f"{name} makes its batches while training, as with generated answers; Trainer, SFTTrainer, DPOTrainer and "
-            f"RewardTrainer work"
-        )
+        raise ConfigError(f"{name} makes its batches while training, as with generated answers; {instead}")
     given = getattr(args, "loss_type", None) or []
     losses = [given] if isinstance(given, str) else given
     refused, instead = [loss for loss in losses if loss in _OVER_BATCH], "'sigmoid'"
@@ -97,6 +95,12 @@ def _check_methods(trainer: Any) -> None:
             f"loss_type={refused[0]!r} of {name} compares samples of a batch with each other, so its parts do not add "
             f"up to it; take another, such as {instead}, or train without adaptive"
         )
+    if mean := _mean_of_tokens(args, names, losses):
+        what, remedy = mean
+        raise ConfigError(
+            f"{what} of {name} is a mean over all tokens of a batch, and not over its samples, so its parts do not add "
+            f"up to it; {remedy}train without adaptive"
+        )
     for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
         packages = [class_.__module__.partition(".")[0] for class_ in type(trainer).__mro__ if method in vars(class_)]
         packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
@@ -105,6 +109,18 @@ def _check_methods(trainer: Any) -> None:
                 f"{name} has a {method} of its own, and steps in parts need that of Trainer; what a loss is divided by "
                 f"can be set in compute_loss or compute_loss_func"
             )
+
+
+def _mean_of_tokens(args: Any, names: set[str], losses: list[str]) -> tuple[str, str] | None:
+    """Return which term of a loss of TRL's is a mean over tokens, and how to do without; None if there is none."""
+    if "DPOTrainer" in names and "sft" in losses:
+        return "loss_type='sft'", "leave it out, or "
+    if "ORPOTrainer" in names:
+        return "the cross entropy", ""
+    for trainer, weight in (("CPOTrainer", "cpo_alpha"), ("TPOTrainer", "tpo_alpha")):
+        if trainer in names and (value := getattr(args, weight)):
+            return f"{weight}={value}", "set it to 0, or "
+    return None
 
 
 def _check_fsdp(trainer: Any) -> None:

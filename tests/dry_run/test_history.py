@@ -18,7 +18,6 @@ from adaptive_batching._dry_run.history import (
     STATES,
     STEP,
     WEIGHTS,
-    WORKSPACE,
     WORKSPACES,
     Labels,
     Moments,
@@ -30,6 +29,7 @@ from adaptive_batching._dry_run.history import (
 
 TORCH = f"{torch.__path__[0]}"
 KIB = 1024
+WORKSPACE = 8_519_680
 
 
 def frame(file: str, line: int = 1, name: str = "f") -> dict[str, Any]:
@@ -110,7 +110,7 @@ GENERATED = frame("/tmp/torchinductor_me/qd/c" + 50 * "x" + ".py", 216, "call")
 def category_of(size: int, *frames: dict[str, Any], freed: int | None = None, moments: Moments = ALL) -> str:
     events = [event("alloc", 0, size, 5, *frames)]
     events += [] if freed is None else [event("free_requested", 0, size, freed)]
-    [category] = read_history(events, [], moments).categories
+    [category] = read_history(events, [], moments, WORKSPACE).categories
     return category
 
 

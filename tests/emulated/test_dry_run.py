@@ -112,6 +112,13 @@ print(subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,n
     assert f"{name}|{name}\n{name}\n" in said
 
 
+@pytest.mark.parametrize(("gpu", "setting", "size"), [("B200", "", 32 * MIB), ("4090", ":4096:4", 16 * MIB)])
+def test_workspaces_of_cublas_are_named_whatever_their_size(gpu: str, setting: str, size: int, tmp_path: Path) -> None:
+    chosen = f"import os; os.environ['CUBLAS_WORKSPACE_CONFIG'] = '{setting}'\n" if setting else ""
+    found, _ = dry_run(tmp_path, "--gpu", gpu, "--steps", "2", code=chosen + TRAIN + "main(2)")
+    assert found["peak"]["categories"]["cuBLAS workspaces"] == 2 * size  # one of each thread that computes
+
+
 def test_what_a_script_survives_is_no_failure(tmp_path: Path) -> None:
     code = (
         TRAIN

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from adaptive_batching._caching_allocator import workspace_bytes
 from adaptive_batching._plan import MemoryEstimate
 from adaptive_batching._torchtune.plan.meta_setup import Data, on_devices, set_up
 from adaptive_batching._torchtune.plan.planning import NotPlannedError, PlanRequest, sketch
 from adaptive_batching._torchtune.train.training_step import training_step
-from adaptive_batching._trace.recorder import handle_bytes
 from adaptive_batching._trace.trace import trace_step
 from tests.conftest import ROOT
 from tests.torchtune.test_meta_setup import BATCH, LENGTH, config, predicted_bytes, step_of, transient_bytes
@@ -59,7 +59,7 @@ def test_activations_are_shared_where_layers_are_and_weights_in_either_case() ->
 
 def test_a_device_of_more_takes_less() -> None:
     four, eight = need(*TWO, devices=4), need(*TWO, devices=8)
-    handles = 2 * handle_bytes()  # of cuBLAS, which are whole on each
+    handles = 2 * workspace_bytes()  # of cuBLAS, which are whole on each
     assert eight.resting_bytes - handles == pytest.approx((four.resting_bytes - handles) / 2, rel=0.1)
     assert eight.peak_bytes < four.peak_bytes
 

@@ -825,18 +825,21 @@ OF_TRL: Mapping[str, Habit] = {
         of_trl("DPO", reference=llama, loss_type=["aot_unpaired"], learning_rate=1.0), REFUSED
     ),
     "DPO with bco_pair": Habit(of_trl("DPO", reference=llama, loss_type=["bco_pair"])),
-    "DPO with a mean of tokens": Habit(of_trl("DPO", reference=llama, loss_type=["sigmoid", "sft"]), REFUSED),
+    "DPO with a mean of tokens": Habit(
+        of_trl("DPO", reference=llama, loss_type=["sigmoid", "sft"]), "loss_type='sft' of DPOTrainer .*leave it out"
+    ),
     "KTO": Habit(of_trl("KTO", "rated", reference=llama, learning_rate=1.0), REFUSED),
     "KTO with another reference": Habit(of_trl("KTO", "rated", reference=wide, beta=1.0), REFUSED),
     "KTO without KL": Habit(of_trl("KTO", "rated", reference=llama, loss_type="apo_zero_unpaired")),
-    "CPO": Habit(of_trl("experimental.cpo.CPO"), REFUSED),
-    "ORPO": Habit(of_trl("experimental.orpo.ORPO"), REFUSED),
+    "CPO": Habit(of_trl("experimental.cpo.CPO"), "cpo_alpha=1.0 of CPOTrainer .*set it to 0"),
+    "CPO without a mean of tokens": Habit(of_trl("experimental.cpo.CPO", loss_type="simpo", cpo_alpha=0.0)),
+    "ORPO": Habit(of_trl("experimental.orpo.ORPO"), "cross entropy of ORPOTrainer"),
     "GKD": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=0.0), draws=True),
     "OnlineDPO": Habit(
         of_trl("experimental.online_dpo.OnlineDPO", "prompts", reference=llama, max_new_tokens=4, max_length=64),
         "while training|generat",
     ),
-    "GKD that generates": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4), "generat"),
+    "GKD that generates": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4), "set lmbda=0"),
 }
 """Habits that need TRL."""
 
