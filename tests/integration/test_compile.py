@@ -85,6 +85,8 @@ def test_a_compiled_run_trains_as_one_that_is_not(tune_run: TuneRun, in_training
     eager = tune_run("full", *common, *split, "adaptive_batching.memory_limit=8GiB", name="eager")
     run = tune_run("full", *common, *split, "adaptive_batching.memory_limit=8GiB", "compile=True", name="compiled")
     assert_close(run, eager, epoch=0)
+    tokens = {step["padded_tokens"] for step in events(run, "step")}
+    assert len(tokens) > 3 >= len(compiled) - in_training[-1], "what is around attention serves rows of any length"
 
 
 @pytest.mark.parametrize("way", ["grows", "split"])
