@@ -223,13 +223,19 @@ def assert_close_weights(kind: str, ours: Run, theirs: Run) -> None:
 
 @of_launch("others")
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(kind: str, finished: Finished) -> None:
+def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
+    kind: str, finished: Finished, launched: tuple[Path, str]
+) -> None:
     """In a forward, a backward, and of preferences in a forward of the frozen model."""
     assert_as_stock(finished, kind)
     recovered, undisturbed = finished(f"{kind}_recovered"), finished(f"{kind}_stock")
     expected = [1, 2, 3] if kind.endswith("dpo") else [1, 2, 2]
     assert [step["oom_retries"] for step in recovered.metrics] == expected
     assert_close_weights(kind, recovered, undisturbed)
+    rows = finished(f"{kind}_rows")
+    assert rows.metrics[-1]["oom_retries"] == 2
+    assert "cannot lie end to end" not in output_of(launched, f"{kind}_rows")
+    assert_close_weights(kind, rows, finished("kd_padded") if kind == "kd" else undisturbed)
 
 
 def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:

@@ -298,6 +298,9 @@ def runs_of_other_recipes(run: Runner) -> None:
         frozen: Fault = {"where": "forward", "on": [1], "without_gradients": True, "fits": 5, "call": 2}
         faults = [ONE_FORWARD, ONE_BACKWARD, *([frozen] if kind.endswith("dpo") else [])]
         run(kind, f"{kind}_recovered", *common, faults=faults)
+        run(kind, f"{kind}_rows", *common, *BY_LENGTH, faults=[ONE_FORWARD, ONE_BACKWARD])
+        if kind == "kd":  # whose gradient of stock shrinks with the tokens of a step
+            run(kind, f"{kind}_padded", *common, *BY_LENGTH, "adaptive_batching.padding=True")
 
 
 NO_ADAPTERS = (

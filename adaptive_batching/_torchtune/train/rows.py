@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from dataclasses import replace
@@ -9,6 +10,7 @@ from itertools import islice
 
 import torch
 
+from adaptive_batching._evidence import perturbed
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
@@ -20,7 +22,7 @@ from adaptive_batching._values import first_line
 log = logging.getLogger(__name__)
 
 _TO_LOOK_AT = 32  # samples, among which two short ones are looked for
-_STEPS = 8  # of the type's precision that losses may differ by
+_ROUNDING, _ROUNDING_OF_HALF = 1e-4, 0.1  # of a loss; that of preferences is a small difference of large sums
 
 
 def lay_end_to_end(host: Host) -> Host:
@@ -52,7 +54,9 @@ def _why_not_its_loss(host: Host) -> str | None:
         to_device(batch, host.device)
         return float(objective.loss(host.model, batch, float(terms))[1].loss)
 
-    with rehearsal(host.models, host.device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    stack = contextlib.ExitStack()
+    with rehearsal(host.models, host.device), torch.no_grad(), torch.compiler.set_stance("force_eager"), stack:
+        stack.enter_context(perturbed(host.model.parameters()))  # a policy that equals its reference tells nothing
         for model in host.models:
             model.eval()
         objective.begin_step(0, len(samples))
@@ -63,7 +67,7 @@ def _why_not_its_loss(host: Host) -> str | None:
                 row = loss(objective.lay(samples), sum(terms))
             except Exception as error:  # of an objective that nobody here has seen
                 return f"{name} fails on a row ({type(error).__name__}: {first_line(error)})"
-    eps = torch.finfo(next(host.model.parameters()).dtype).eps
-    if abs(row - alone) > _STEPS * eps * abs(alone):
+    is_half = torch.finfo(next(host.model.parameters()).dtype).bits < 32
+    if abs(row - alone) > (_ROUNDING_OF_HALF if is_half else _ROUNDING) * abs(alone):
         return f"{name} has a loss of {row:.6g} for a row of two samples that have {alone:.6g}"
     return None

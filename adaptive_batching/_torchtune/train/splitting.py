@@ -121,6 +121,13 @@ class Splitter:
         """Return the micro-batches of a batch of its own that has these parts."""
         return [self._micro_batch(lists[0])] if len(lists) == 1 else self._weighted([lists])[0]
 
+    def weighted(self, lists: list[list[Sample]]) -> list[MicroBatch]:
+        """Return the same, weighted by terms also where there is one: two and their union are then on one scale.
+
+        Stock gives a whole batch of preferences one over the number of batches in a step, whatever its size.
+        """
+        return self._weighted([lists])[0]
+
     def filler(self, batch: list[Sample]) -> MicroBatch:
         """Return a micro-batch without weight, like the samples of ``batch``."""
         return self._micro_batch([self._objective.filler(batch)], weight=0.0, num_tokens=0)

@@ -69,7 +69,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         return [samples for samples in lists if samples]
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[MicroBatch]:
-        return self.splitter.of_lists(list(lists))
+        return self.splitter.weighted(list(lists))
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
         return runs_of(self._host, parts, self._around)
