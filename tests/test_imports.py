@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "shortage": {"values"},
     "snapshot": {"device", "out_of_memory", "values"},
     "step": {"device", "evidence", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
-    "trace": {"device", "ranks", "snapshot"},
+    "trace": {"caching_allocator", "device", "ranks", "snapshot"},
     "unused_memory": {"out_of_memory"},
     "without_chance": set(),
 }

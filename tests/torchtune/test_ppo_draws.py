@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.generation import _generation, get_causal_mask_from_padding_mask
 
-from adaptive_batching._torchtune.ppo.ppo_loop import RolloutRandomNumbers
+from adaptive_batching._torchtune.ppo.rollouts import RolloutRandomNumbers
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 
 TOKENS, VOCABULARY = 3, 11

@@ -21,7 +21,8 @@ from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
-from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout, RolloutWork
+from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
+from adaptive_batching._torchtune.ppo.rollouts import Rollout, RolloutWork
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, longest
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks

@@ -66,7 +66,7 @@ class TrainingLoop:
 
     def _run_epoch(self, epoch: int) -> None:
         host, run, batch_schedule = self._host, self._run, self._schedule.batch_schedule
-        batches = 0
+        batches = 0  # of the window that this epoch began: stock counts anew, and keeps the gradients of an open one
         if self._schedule.adapts:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         total, before = batch_schedule.steps_per_epoch, batch_schedule.steps_in_epoch
@@ -121,6 +121,7 @@ class TrainingLoop:
             for watcher in training.watchers:
                 watcher.noise(training.global_step + 1, shown, self._noise.scale.samples)
         training.count_step(epoch)
+
         loss = host.objective.mean_loss(sums)
         if schedule.adapts:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
@@ -133,8 +134,8 @@ class TrainingLoop:
         progress.set_postfix_str(columns(size, cost, self._runner.num_recoveries))
         if training.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
-        recoveries = self._runner.num_recoveries
-        recovered = self._runner.take_recovered()
+
+        recoveries, recovered = self._runner.num_recoveries, self._runner.take_recovered()
         for watcher in training.watchers:
             for failed, max_tokens in recovered:
                 watcher.recovery(epoch=epoch, step=training.global_step, failed=failed, max_tokens=max_tokens)
@@ -143,6 +144,8 @@ class TrainingLoop:
             seen = len(samples) * host.num_replicas
             rate = float(training.hooks.learning_rate())
             watcher.step(epoch, training.global_step, seen, float(loss), rate, recoveries)
+
+        # A decision on the next size may read the validation's loss.
         if self._validation is not None and self._validation.is_due(training.global_step):
             self._validate(epoch, self._validation)
         if schedule.adapts and training.record_step(float(loss), seconds, parts):
