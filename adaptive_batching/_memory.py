@@ -107,7 +107,8 @@ def workspace_bytes(device: int | None = None) -> int:
     if chosen := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
         return sum(int(kibibytes) * int(count) for kibibytes, count in chosen) * 2**10
     major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_initialized() else 8  # type: ignore[no-untyped-call]
-    large = (9, 10, 12) if torch.__version__ >= (2, 12) else (9,)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    large = (9, 10, 12) if version >= (2, 12) else (9,)
     return 32 * 2**20 if major in large else 8 * 2**20 + 128 * 2**10
 
 
