@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ MINUTES = 5
 """What a test may take."""
 NOT_RUN: list[str] = []
 """Files of tests that have not run in all modes."""
+ENDED: list[float] = []
+"""When files of tests ended, in seconds since 1970."""
 
 
 def pytest_configure() -> None:
@@ -213,24 +216,24 @@ def run(suite: str, checkout: Path, args: argparse.Namespace, folder: Path) -> d
         results = {mode: folder / f"{suite}-{mode.replace(' ', '-')}-{Path(path).stem}.jsonl" for mode in found}
         if not args.only_report and (not args.files or any(name in Path(path).stem for name in args.files)):
             for mode, result in results.items():
-                if not result.is_file() and (mode == STOCK or results[STOCK].is_file()):
+                if not result.is_file():
                     run_file(path, checkout, mode, result, results[STOCK], args)
         ends = {mode: read(result) for mode, result in results.items()}
-        ends |= {mode: ends[mode] or read(result.with_suffix(".part")) for mode, result in results.items()}
-        for mode, result in results.items():
-            if not result.is_file():
-                count = f"but for {len(ends[mode])} tests" if ends[mode] else "at all"
-                NOT_RUN.append(f"{suite}: {path} with {mode} {count}")
         # What passes with the trainers as they are counts where it has run with ours, too.
         passing = [name for name in _passing(ends[STOCK]) if all(name in each for each in ends.values())]
+        if not all(result.is_file() for result in results.values()):
+            NOT_RUN.append(f"{suite}: {path}" + (f", but for {len(passing)} tests" if passing else ""))
+        ENDED.extend(result.stat().st_mtime for result in results.values() if passing and result.is_file())
         for mode, each in ends.items():
             found[mode] |= {name: each[name] for name in passing}
     return found
 
 
 def read(result: Path) -> Ends:
+    """Return how each test ended, or those that have so far."""
     found: Ends = {}
-    for name, outcome, error in map(json.loads, result.read_text().splitlines() if result.is_file() else []):
+    file = result if result.is_file() else result.with_suffix(".part")
+    for name, outcome, error in map(json.loads, file.read_text().splitlines() if file.is_file() else []):
         first = error.partition("\n")[0]
         if found.get(name, (PASSED,))[0] == PASSED:
             found[name] = (REFUSED if "ConfigError" in first else outcome, first.rpartition("ConfigError: ")[2])
@@ -264,7 +267,7 @@ def run_file(path: str, checkout: Path, mode: str, result: Path, stock: Path, ar
             tests.wait()
             return
     # 0 or 1 if all tests ran, 5 if none was left to run.
-    if tests.returncode in (0, 1, 5) and not args.k:
+    if tests.returncode in (0, 1, 5) and not args.k and (mode == STOCK or stock.is_file()):
         part.touch()
         part.rename(result)
 
@@ -328,6 +331,7 @@ def report(output: Path | None, found: dict[str, dict[str, Ends]], versions: lis
         device="cpu",
         facts=[
             *versions,
+            *([f"ended between {_time(min(ENDED))} and {_time(max(ENDED))}"] if ENDED else []),
             "a test that fails as it is, for want of the hub above all, or is skipped, does not count",
             *(["not run: " + "; ".join(NOT_RUN)] if NOT_RUN else []),
         ],
@@ -336,6 +340,10 @@ def report(output: Path | None, found: dict[str, dict[str, Ends]], versions: lis
         output=output,
         packages=PACKAGES,
     )
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
 if __name__ == "__main__":
