@@ -14,8 +14,9 @@ to find a size.
   of memory with that batch, the person takes half of it, and so on.
 - ``auto_find_batch_size`` is asked for batches of 64. It takes a tenth off at each out-of-memory error, and starts the
   epoch again, with the weights as they are by then.
-- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``. So are ``adaptive, group_by_length``, with
-  Trainer's sampling strategy, and ``adaptive, padding_free``, which also lays samples end to end. ``adaptive, largest``
+- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``, which lays samples end to end. So are
+  ``adaptive, padded``, which does not, ``adaptive, group_by_length``, with Trainer's sampling strategy, and
+  ``adaptive, padding_free``, whose collate function lays samples end to end. ``adaptive, largest``
   is asked for the largest forward (``use_maximum_batch_size`` with ``keep_global_batch``), which tells
   ``found_over_truth``.
 - ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive, largest`` has found. It makes batches of so
@@ -73,12 +74,13 @@ PACKAGES = ("torch", "transformers", "accelerate", "online-dynamic-batching")
 OURS, WHOLE, TRUTH, FINDS, ODB, FLAT = "adaptive", "whole", "truth", "auto_find_batch_size", "odb", "padding_free"
 GROUPED = "group_by_length"
 OURS_FLAT, OURS_GROUPED, LARGEST = f"{OURS}, {FLAT}", f"{OURS}, {GROUPED}", f"{OURS}, largest"
+OURS_PADDED = f"{OURS}, padded"
 STRATEGIES = {GROUPED: GROUPED, OURS_GROUPED: GROUPED, "batch_rebalance": "batch_rebalance"}
 BY_HAND = ["Trainer", GROUPED, "batch_rebalance", FLAT]
-IN_PARTS = [OURS, OURS_GROUPED, OURS_FLAT]
+IN_PARTS = [OURS, OURS_PADDED, OURS_GROUPED, OURS_FLAT]
 ALL_OURS = [*IN_PARTS, LARGEST]
 SAME_STEPS = {
-    **dict.fromkeys(["Trainer", FLAT, OURS, OURS_FLAT, LARGEST], WHOLE),
+    **dict.fromkeys(["Trainer", FLAT, OURS, OURS_PADDED, OURS_FLAT, LARGEST], WHOLE),
     OURS_GROUPED: GROUPED,
 }  # the other run whose steps have the same samples
 PEERS = [*BY_HAND, FINDS, *([ODB] if importlib.util.find_spec("odb") else [])]
@@ -206,7 +208,7 @@ def ours(method: str) -> AdaptiveArguments:
     exact = {"headroom": 0, "round_to_power_of_two": False}
     if method == LARGEST:
         return AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={**exact, "keep_global_batch": True})
-    return AdaptiveArguments(micro_batch_size="auto", adaptive_batching=exact)
+    return AdaptiveArguments(micro_batch_size="auto", adaptive_batching={**exact, "padding": method == OURS_PADDED})
 
 
 def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folder: str, *, shrinks: bool) -> Any:
@@ -280,7 +282,7 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
             set_limit()
         if method == TRUTH:
             return {"size": find_truth(trainer)}
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         try:
             trainer.train()
         except (RuntimeError, MemoryError, AdaptiveBatchingError) as failure:
@@ -288,7 +290,7 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
             if not (is_out_of_memory(failure) or gave_up or isinstance(failure, AdaptiveBatchingError)):
                 raise
             error = "out of memory"
-        seconds = time.perf_counter() - start
+        seconds, processor = time.perf_counter() - start, time.process_time() - processor
     seen = trainer.seen.indices
     return {
         **what_was_found(method, trainer, budget),
@@ -297,6 +299,8 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
         "repeated": len(seen) - len(set(seen)),
         "padding": round(trainer.padded_tokens / max(trainer.tokens, 1), 2),
         "seconds": round(seconds, 1),
+        "processor": round(processor, 1),
+        "probe": round(trainer.adaptive.waited, 1) if method in ALL_OURS else 0.0,
         "ended": error,
         "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
     }
@@ -365,7 +369,8 @@ def main() -> None:
 
 def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list[tuple[str, Any]]) -> None:
     """Write the table and the figures."""
-    columns = ["size", "tried", "failures", "steps", "lost", "repeated", "padding", "difference", "seconds", "ended"]
+    columns = ["size", "tried", "failures", "steps", "lost", "repeated", "padding", "difference", "seconds",
+               "processor", "probe", "ended"]  # fmt: skip
     losses = {name: found["losses"] for name, found in [(WHOLE, whole), *runs] if not found["ended"]}
     for name, found in runs:
         found["difference"] = ""
@@ -374,19 +379,20 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
             found["difference"] = f"{max(abs(one - other) / other for one, other in pairs):.0e}"
     rows = [
         "| run | size | tried | out of memory | steps | lost | seen again | padded over real tokens | loss differs by "
-        "| seconds | ended |",
-        "|---" * 11 + "|",
+        "| seconds | of a processor | of the probe | ended |",
+        "|---" * 13 + "|",
         *("| " + " | ".join(map(str, [method, *(found[key] for key in columns)])) + " |" for method, found in runs),
     ]
 
     def of(method: str, key: str) -> list[Any]:
         return [found[key] for name, found in runs if name == method]
 
-    def seconds(method: str) -> float:
-        return float(statistics.median(of(method, "seconds")))
+    def seconds(method: str, key: str = "seconds") -> float:
+        return float(statistics.median(of(method, key)))
 
     finished = [method for method in PEERS if not any(of(method, "ended"))]
-    best = min(map(seconds, finished))
+    best, ours = min(map(seconds, finished)), min(IN_PARTS, key=seconds)
+    processor = {method: seconds(method, "processor") for method in (*finished, *IN_PARTS)}
     write_report(
         "An epoch in a Hugging Face Trainer, in a memory limit",
         device="cpu",
@@ -399,7 +405,12 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
         ],
         rows=rows,
         figures={
-            "seconds_vs_best_peer": round(min(map(seconds, IN_PARTS)) / best, 2),
+            "seconds_vs_best_peer": round(seconds(ours) / best, 2),
+            "without_the_probe": round((seconds(ours) - seconds(ours, "probe")) / best, 2),
+            "processor_vs_best_peer": round(
+                min(processor[method] for method in IN_PARTS) / min(processor[method] for method in finished), 2
+            ),
+            "end_to_end_vs_padded": round(processor[OURS] / processor[OURS_PADDED], 2),
             "in_order_vs_best_peer": round(min(seconds(OURS), seconds(OURS_FLAT)) / best, 2),
             "grouped_vs_grouped": round(seconds(OURS_GROUPED) / seconds(GROUPED), 2),
             "padding_free_vs_padding_free": round(seconds(OURS_FLAT) / seconds(FLAT), 2),
