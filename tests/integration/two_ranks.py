@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
@@ -42,7 +41,6 @@ from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
 from tests.support import power_cut
 from tests.support.device_steps import noted_steps
-from tests.support.garbage import quicken_collections
 from tests.support.overrides import SGD, TEACHER, VALIDATE
 
 ONE_LIMIT = 60  # MiB: a sample fits, or nearly
@@ -458,14 +456,13 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
 }  # fmt: skip
 
 
-def run_launch(which: str, store: TCPStore, inputs: Path, directory: Path, case: FailingCollective | None) -> None:
+def run_launch(which: str, inputs: Path, directory: Path, case: FailingCollective | None = None) -> None:
     """Run a launch on this rank, or one of its cases that take processes of their own."""
     LoRALinear.initialize_parameters = same_everywhere
     accept_configs_of_torchao()  # stock's recipe asks for a class by the name that it had
     run = Runner(inputs, directory)
-    quicken_collections()
     backend = "cuda:nccl,cpu:gloo" if which.startswith("devices") else "gloo"
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     with all_that_fits():
         if case is not None:
             runs_of_failing_collectives(run, [case], name_of(*case))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Mapping
@@ -171,10 +170,10 @@ def test_a_trainer_of_trl_trains_as_before_or_is_refused(name: str, tmp_path: Pa
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(["-m", "tests.transformers.strangers", str(folder)])
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(strangers.run_on_rank, folder, folder=folder)
 
 
+@pytest.mark.xdist_group("strangers_two_ranks")
 @pytest.mark.parametrize("name", strangers.ON_TWO_RANKS)
 def test_a_habit_on_two_devices_trains_as_before_or_is_refused(name: str, ranks: list[dict[str, Any]]) -> None:
     expected = strangers.ON_TWO_RANKS[name].outcome
