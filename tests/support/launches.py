@@ -5,16 +5,13 @@ The runs are in ``tests/integration/two_ranks.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
-from unittest import mock
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.conftest import Run
-from tests.support.environment import TAME_MALLOC
 from tests.support.ranks import start_ranks
 
 Finished = Callable[[str], Run]
@@ -22,18 +19,13 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def run_launch(which: str, inputs: Path, directory: Path) -> bool:
-    """Run a launch, whose cases that end a rank take processes of their own; True if it went well.
-
-    Where memory is measured, each allocation is a call of the kernel.
-    """
+    """Run a launch, whose cases that end a rank take processes of their own; True if it went well."""
     from tests.integration import two_ranks
 
     for case in two_ranks.fatal_cases(which):
         start_ranks(two_ranks.run_launch, which, inputs, directory, case, folder=directory)
-    measures = which == "memory" or which.startswith("limit_")
-    with mock.patch.dict(os.environ, TAME_MALLOC if measures else {}):
-        forks = not measures and not which.startswith("devices")
-        return start_ranks(two_ranks.run_launch, which, inputs, directory, folder=directory, forks=forks, patience=1)
+    how: dict[str, Any] = {"nodes": 1 + (which == "as_stock"), "forks": not which.startswith("devices"), "patience": 1}
+    return start_ranks(two_ranks.run_launch, which, inputs, directory, folder=directory, **how)
 
 
 def of_launch(which: str) -> Callable[[Test], Test]:

@@ -47,7 +47,7 @@ def start_ranks(
     Args:
         folder: Of what they print and return.
         nodes: Machines that they seem to be on, as many on each.
-        forks: They are forks, which have imported what they need; those that measure memory or use a device start anew.
+        forks: They are forks, which have imported what they need; those that use a device start anew.
         patience: Seconds that others of one that fails have to fail as well. What hangs tells where.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
