@@ -10,8 +10,8 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,8 +35,9 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "recipes" / "configs" / "quickstart"
 ARCHITECTURE = dict(
-    vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=128, intermediate_dim=256, max_seq_len=512
+    vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=64, intermediate_dim=128, max_seq_len=512
 )
 
 
@@ -94,7 +95,7 @@ def made_once(directory: Path) -> Iterator[bool]:
 
 @pytest.fixture(scope="session")
 def inputs(shared: Path) -> Path:
-    """A directory with real text, a tokenizer trained on it, and a tiny model."""
+    """A directory with real text, a tokenizer trained on it, tiny models: one, a teacher, a ``WIDE`` one."""
     from adaptive_batching._torchtune.cli.quickstart import Architecture, build, build_model, save_checkpoint
 
     with made_once(shared / "small") as missing:
@@ -102,6 +103,8 @@ def inputs(shared: Path) -> Path:
             small = Architecture(**ARCHITECTURE)
             build(shared / "small", architecture=small)
             save_checkpoint(build_model(small, seed=1), shared / "small" / "teacher", small)
+            wide = replace(small, embed_dim=128, intermediate_dim=256)
+            save_checkpoint(build_model(wide, seed=0), shared / "small" / "wide", wide)
     return shared / "small"
 
 
@@ -183,22 +186,30 @@ def _tune_run(
     replaced: Mapping[str, object] = MappingProxyType({}), cut_off_at: float | None = None,
 ) -> Run:  # fmt: skip
     recipe, source_name, added = RECIPES[kind]
-    source = ROOT / "recipes" / "configs" / "quickstart" / f"{source_name}_single_device.yaml"
-    cfg: Any = OmegaConf.to_container(OmegaConf.load(source))
+    cfg: Any = OmegaConf.to_container(OmegaConf.load(QUICKSTART / f"{source_name}_single_device.yaml"))
     config = directory.parent / f"{directory.name}.yaml"
     OmegaConf.save({**cfg, **replaced}, config)
-    defaults = [
-        f"data_dir={inputs}", f"output_dir={directory}", "dataset.split=train[:50]", "tokenizer.max_seq_len=64",
-        "batch_size=4", "epochs=2", "use_maximum_batch_size=False", "batch_increase_function=null",
-        "lr_scheduler.num_warmup_steps=5", *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
-    ]  # fmt: skip
-    overrides = [*added, *overrides]
-    keys = {override.split("=")[0] for override in overrides}
-    defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
     target = recipe if stock else f"recipes/{recipe}.py"
     with copying(directory, cut_off_at):
-        _main("run", target, "--config", str(config), *defaults, *overrides)
+        _main(
+            "run", target, "--config", str(config), *small_run(inputs, directory, *added, *overrides, without=replaced)
+        )
     return Run(directory)
+
+
+def small_run(inputs: Path, output_dir: Path, *overrides: str, without: Collection[str] = ()) -> list[str]:
+    """Return what a small run sets in the quickstart's configs: ``overrides``, the last of each key, and defaults.
+
+    Args:
+        without: Keys, or sections, that have no defaults.
+    """
+    defaults = {
+        "data_dir": inputs, "output_dir": output_dir, "dataset.split": "train[:50]", "tokenizer.max_seq_len": 64,
+        "batch_size": 4, "epochs": 2, "use_maximum_batch_size": False, "batch_increase_function": "null",
+        "lr_scheduler.num_warmup_steps": 5, **{f"model.{key}": value for key, value in ARCHITECTURE.items()},
+    }  # fmt: skip
+    settings = {key: f"{key}={value}" for key, value in defaults.items() if key.split(".")[0] not in without}
+    return [*{**settings, **{override.split("=")[0]: override for override in overrides}}.values()]
 
 
 makes_pages = False

@@ -25,16 +25,12 @@ import torch.distributed as dist
 from adaptive_batching._emulated_device import control
 from adaptive_batching._torchtune.stock.loading import load_stock
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT
+from tests.conftest import QUICKSTART, small_run
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, sample_of
 from tests.integration.two_ranks import in_the_group_of_this_launch
 from tests.support.overrides import TEACHER
 
 RANK = int(os.environ["RANK"])
-SMALL = (
-    "batch_size=4", "use_maximum_batch_size=False", "batch_increase_function=null", "lr_scheduler.num_warmup_steps=2",
-    "tokenizer.max_seq_len=64", *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
-)  # fmt: skip
 
 
 class OnRanks(EachAllocationFails):
@@ -66,10 +62,8 @@ def train(inputs: Path, directory: Path, name: str, kind: str) -> None:
     """Train until all has failed that is to fail."""
     recipe, config, overrides = KINDS[kind]
     module = importlib.import_module(f"recipes.{recipe}")
-    path = ROOT / "recipes" / "configs" / "quickstart" / f"{config}_single_device.yaml"
-    given = [f"data_dir={inputs}", f"output_dir={directory / name}", *SMALL, *ON_CUDA, *overrides]
-    keys = {override.split("=")[0]: override for override in given}  # the last one counts
-    sys.argv = [recipe, "--config", str(path), *keys.values()]
+    settings = small_run(inputs, directory / name, "lr_scheduler.num_warmup_steps=2", *ON_CUDA, *overrides)
+    sys.argv = [recipe, "--config", f"{QUICKSTART}/{config}_single_device.yaml", *settings]
     with in_the_group_of_this_launch(load_stock(recipe)):
         try:
             module.recipe_main()

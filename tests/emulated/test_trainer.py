@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching._transformers.recording import Recording
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
-from tests.emulated.trainer_on_ranks import FAULTS, IN_PARTS, STEPS, WARM
+from tests.emulated.trainer_on_ranks import FAULTS, IN_PARTS, STEPS, WARM, run_all
 from tests.support.ranks import run_ranks
 from tests.transformers.trainers import make_data, make_llama, make_trainer
 
@@ -208,8 +207,7 @@ RUNS = ("ddp llama", "fsdp llama", "fsdp checkpointed", "fsdp bfloat16")  # FSDP
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("on_ranks")
-    run_ranks(["-m", "tests.emulated.trainer_on_ranks", str(folder), *RUNS])
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(run_all, folder, RUNS, folder=folder, forks=False)
 
 
 @pytest.mark.parametrize("name", RUNS)

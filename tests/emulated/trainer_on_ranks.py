@@ -1,16 +1,13 @@
 """Trains on two devices over NCCL with ``Trainer``, and has allocations of steps fail on the second, one by one.
 
-RANK=0 WORLD_SIZE=2 ... python -m tests.emulated.trainer_on_ranks FOLDER RUN...
-
 A run is the devices' strategy and what is trained: ``fsdp bfloat16``. What each step asked of its device is kept.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +79,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:]}
-    Path(sys.argv[1], f"rank_{RANK}.json").write_text(json.dumps(found))
+def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    found = {name: run(name, folder) for name in names}
     torch.distributed.destroy_process_group()
+    return found

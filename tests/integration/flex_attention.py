@@ -1,10 +1,10 @@
-"""A recipe under torchtune's flex attention, on the cpu.
+"""Runs under torchtune's flex attention, on the cpu.
 
-    python tests/integration/flex_attention.py {flex,dense} run <recipe> --config <config> ...
+    python tests/integration/flex_attention.py '[["run", <recipe>, "--config", <config>, ...], ...]'
 
 torchtune takes flex attention where a CUDA device is there, so its modules are imported in the belief that one is.
 Masks are made on the cpu. The cpu has no flex attention that trains: a dense one, compiled for each size as well,
-stands in its place. The last line printed is a JSON object.
+stands in its place. The last line printed is a JSON list: what was compiled in each training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 
 compiled = 0
-began = 0
 
 
 def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -71,9 +70,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    global began
-    if sys.argv[1] == "flex":
-        prepare()
+    prepare()
     from torchtune._cli.tune import main as tune
 
     from adaptive_batching._step.forward_cost import ForwardTimes
@@ -81,21 +78,24 @@ def main() -> None:
 
     # How large a forward has to be depends on the speed of the machine: this is to see what fits.
     ForwardTimes.enough = lambda self: None  # type: ignore[method-assign]
-    run = TrainingLoop.run
+    run, in_training = TrainingLoop.run, []
 
-    def begin(loop: TrainingLoop) -> None:
-        global began
-        began = compiled
+    def count_compiled(loop: TrainingLoop) -> None:
+        before = compiled
         run(loop)
+        in_training.append(compiled - before)
 
-    TrainingLoop.run = begin  # type: ignore[assignment, method-assign]
-    sys.argv = ["tune", *sys.argv[2:]]
-    try:
-        tune()
-    except SystemExit as end:
-        if end.code:
-            raise
-    print(json.dumps({"compiled_in_training": compiled - began}))
+    TrainingLoop.run = count_compiled  # type: ignore[method-assign]
+    runs = json.loads(sys.argv[1])
+    for arguments in runs:
+        torch._dynamo.reset()
+        sys.argv = ["tune", *arguments]
+        try:
+            tune()
+        except SystemExit as end:
+            if end.code:
+                raise
+    print(json.dumps(in_training))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
-"""A recipe for ``tune run`` under a real memory limit: once it is set up, the process may grow by ``extra_mib``.
+"""Recipes under a real memory limit: once one is set up, its process may grow by ``extra_mib``.
 
+    python -m tests.integration.limited_recipe <folder> '{<name>: [<argument>, ...], ...}'
+
+Each runs in a fork of this process, which has imported what they need, and prints to ``<name>.txt`` in the folder.
 With ``only_probes`` it then probes, runs eight steps of worst-case samples at the answer, and one step of as many more
 as what is left free would hold, and two. Else it trains, with ``through_memory_limit`` under the limit of our field.
 """
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +102,6 @@ class Limited(FullFinetuneRecipeSingleDevice):
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    quicken_collections()
     if not cfg.get("only_probes", False):
         run_recipe(Limited, cfg)
         return
@@ -107,4 +111,14 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    quicken_collections()
+    for name, arguments in json.loads(sys.argv[2]).items():
+        if os.fork():
+            os.wait()
+            continue
+        with Path(sys.argv[1], f"{name}.txt").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        sys.argv = [__file__, *arguments]
+        recipe_main()
+        break

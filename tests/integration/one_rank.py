@@ -1,16 +1,11 @@
 """A sharded model on one rank, recovery armed as on many, with errors injected.
 
-    torchrun --nproc_per_node 1 tests/integration/one_rank.py <device>
-
 FSDP2 issues no collective where it is alone, and torchtune does not even shard there. What runs here is the rest: its
-reset after a broken-off iteration, on the device's streams, and the calls that draining consists of. The last line
-printed is a JSON object: the largest difference of any weight to undisturbed training, for each injected error.
+reset after a broken-off iteration, on the device's streams, and the calls that draining consists of.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -82,8 +77,9 @@ def arm(layer: int, call: int, in_backward: bool, model: Any) -> Callable[[], No
     return model.layers[layer].register_forward_hook(after_forward).remove  # type: ignore[no-any-return]
 
 
-def main() -> None:
-    device = torch.device(sys.argv[1])
+def differences_on(name: str) -> dict[str, float]:
+    """Return the largest difference of any weight to undisturbed training, for each injected error."""
+    device = torch.device(name)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     undisturbed = train(device, None)
     differences = {}
@@ -105,8 +101,4 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()
-    print(json.dumps(differences))
-
-
-if __name__ == "__main__":
-    main()
+    return differences

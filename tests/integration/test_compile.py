@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close
+from tests.conftest import QUICKSTART, ROOT, Run, TuneRun, assert_close, small_run
 from tests.support.records import events
 
 # Samples that each layer was compiled for, in order, as a number or "any".
@@ -66,8 +67,9 @@ def test_nothing_of_the_probe_remains_in_the_compiled_code(tune_run: TuneRun, in
 
 def test_where_sizes_vary_one_compilation_serves_them(tune_run: TuneRun, in_training: list[int]) -> None:
     grows = [*GROW, "adaptive_batching.max_batch_size=8"]
-    common = [each for each in COMMON if "packed" not in each and "epochs" not in each]
-    run = tune_run("full", *common, *grows, "batch_size=2", "epochs=4", name="grows")
+    common = [each for each in COMMON if not re.search("packed|epochs|max_seq_len", each)]
+    # Of 64 tokens sizes could be taken for that of the model.
+    run = tune_run("full", *common, *grows, "tokenizer.max_seq_len=60", "batch_size=2", "epochs=4", name="grows")
     assert sorted({int(step["batch_size"]) for step in run.metrics}) == [2, 3, 4, 5]
     assert compiled[in_training[0] :] == ["any"]
 
@@ -89,35 +91,29 @@ def test_a_compiled_run_trains_as_one_that_is_not(tune_run: TuneRun, in_training
     assert len(tokens) > 3 >= len(compiled) - in_training[-1], "what is around attention serves rows of any length"
 
 
-@pytest.mark.parametrize("way", ["grows", "split"])
 def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
-    way: str, inputs: Path, tmp_path: Path
+    inputs: Path, tmp_path: Path, tune_run: TuneRun
 ) -> None:
-    """torchtune takes it for packed data on CUDA alone; without one the process has to be told that it is there."""
-    grows = way == "grows"
-    overrides = ["epochs=9", "batch_size=1", *GROW] if grows else ["micro_batch_size=auto", "batch_size=7"]
-    arguments = [
-        "flex", "run", "recipes/full_finetune_single_device.py",
-        "--config", "recipes/configs/quickstart/full_single_device.yaml", f"data_dir={inputs}",
-        f"output_dir={tmp_path / 'out'}", "dataset.split=train[:24]", "dataset.packed=True", "epochs=1", "batch_size=4",
-        "tokenizer.max_seq_len=64", "use_maximum_batch_size=False",
-        *([] if grows else ["batch_increase_function=null"]),
-        "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1",
-        *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()), *overrides,
+    """torchtune takes it for packed data on CUDA alone; without one a process has to be told that it is there."""
+    common = [
+        "dataset.split=train[:24]", "dataset.packed=True", "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1",
     ]  # fmt: skip
-    runs = []
-    for attention in ("flex", "dense"):
-        arguments[0], arguments[6] = attention, f"output_dir={tmp_path / attention}"
-        done = subprocess.run(
-            [sys.executable, "tests/integration/flex_attention.py", *arguments], cwd=ROOT, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=False, timeout=300,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-4000:]
-        runs.append(Run(tmp_path / attention))
-        if attention == "flex":
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-            assert 1 <= found["compiled_in_training"] <= 7, "of nine sizes, or of the parts of seven packs"
-            assert "maximum batch size" in done.stdout and "cannot be traced" not in done.stdout
-    flex, dense = runs
-    assert_close(flex, dense, epoch=8 if grows else 0)
+    ways = {
+        "grows": [*common, *GROW, "batch_size=1", "epochs=9"],
+        "split": [*common, "micro_batch_size=auto", "batch_size=7", "epochs=1"],
+    }
+    run = ["run", "recipes/full_finetune_single_device.py", "--config", f"{QUICKSTART}/full_single_device.yaml"]
+    runs = [[*run, *small_run(inputs, tmp_path / f"{name}_flex", *way)] for name, way in ways.items()]
+    done = subprocess.run(
+        [sys.executable, "tests/integration/flex_attention.py", json.dumps(runs)], cwd=ROOT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=False, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "cannot be traced" not in done.stdout
+    for compiled in json.loads(done.stdout.strip().splitlines()[-1]):
+        assert 1 <= compiled <= 7, "of nine sizes, or of the parts of seven packs"
+    for name, last in {"grows": 8, "split": 0}.items():
+        flex = Run(tmp_path / f"{name}_flex")
+        assert len(events(flex, "probe")) == 1
+        assert_close(flex, tune_run("full", *ways[name], name=f"{name}_dense"), epoch=last)

@@ -6,11 +6,7 @@ All of them together take a few minutes; each stands alone, so that what has run
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,10 +26,11 @@ from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAlloc
 from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.training import TrainingStep
-from tests.conftest import ROOT, TuneRun, assert_close
-from tests.support.launches import with_root
+from tests.conftest import TuneRun, assert_close
+from tests.integration.one_rank import differences_on
 from tests.support.overrides import SGD, VALIDATE
 from tests.support.ppo import ppo_run
+from tests.support.ranks import run_ranks
 from tests.support.records import events
 
 pytestmark = pytest.mark.cuda
@@ -236,14 +233,8 @@ def test_a_step_of_a_plain_loop_does_not_wait_for_the_device(max_tokens: int | N
 
 @pytest.mark.skipif(bool(why_not_drained()), reason=why_not_drained())
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
-def test_a_sharded_model_on_one_rank_recovers_whatever_breaks_off(device: str) -> None:
+def test_a_sharded_model_on_one_rank_recovers_whatever_breaks_off(device: str, tmp_path: Path) -> None:
     """With one rank there is nothing to drain; that several do not hang is tested on the cpu, with gloo."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "tests/integration/one_rank.py"]
-    done = subprocess.run(
-        [sys.executable, *launch, device], cwd=ROOT, text=True, capture_output=True, timeout=180, check=False,
-        env={**os.environ, "PYTHONPATH": with_root(), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    differences = json.loads(done.stdout.strip().splitlines()[-1])
+    [differences] = run_ranks(differences_on, device, folder=tmp_path, size=1, forks=device == "cpu")
     assert len(differences) == 6
     assert max(differences.values()) <= (0.0 if device == "cpu" else 1e-5), differences

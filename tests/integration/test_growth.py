@@ -67,11 +67,6 @@ def test_a_maximum_is_a_multiple_of_the_micro_batch_size(
     assert ("micro_batch_size=40 does not fit; using the maximum, 16" in caplog.text) == (micro_batch_size == 40)
 
 
-def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: TuneRun) -> None:
-    run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=40", "epochs=1")
-    assert events(run, "epoch")[0]["batch_size"] == 40
-
-
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_global_batch_stays_where_it_is_to_be_kept(kind: str, tune_run: TuneRun) -> None:
     """What batch_size gains, accumulation loses: losses, rates and weights are those of the constant run."""

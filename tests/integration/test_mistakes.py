@@ -38,6 +38,7 @@ PLATEAU = f"{FUNCTION}=adaptive_batching.growth.on_plateau ~{FUNCTION}.every"
 LORA = "llama3_2/1B_lora_single_device"
 QUICKSTART = "quickstart/full_single_device"
 PLAN = f"plan {LORA}"
+SMALL = f"plan {QUICKSTART} --no-levers use_maximum_batch_size=False batch_increase_function=null"
 
 
 def one_argument(epoch: int) -> int:
@@ -120,6 +121,20 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"run --nproc_per_node two full_finetune_distributed --config {QUICKSTART}", ["--nproc_per_node two"]),
     (f"run --nproc_per_node 2 full_finetune_single_device --config {QUICKSTART}", ["does not support distributed"]),
     (f"validate {QUICKSTART} ~no_such_key", ["~no_such_key cannot be read", "no_such_key"]),
+    # plans
+    (f"plan full_finetune_singel_device {QUICKSTART}", ["did you mean 'full_finetune_single_device'"]),
+    (f"{SMALL} --sequence-length 513", ["513 tokens, but the model takes at most 512; set tokenizer.max_seq_len"]),
+    *(
+        (f"{SMALL} --mfu 0.4 {gpus}", ["name that GPU with --gpu"])
+        for gpus in ("", "--gpu 4090 --gpu t4", "--gpu a100")
+    ),
+    (f"plan full_finetune_single_device lora_dpo_single_device --config {QUICKSTART}", ["write key=value"]),
+    ("plan --config llama3/8B_qat_full --devices 1", ["torchtune has no qat_single_device"]),
+    (f"{SMALL} micro_batch_size=3", ["micro_batch_size"]),
+    (f"{SMALL} model.num_heads=5", ["torchtune refuses the config"]),
+    (f"{SMALL} optimizer._component_=torch.optim.Nadam", ["Nadam"]),
+    (f"{SMALL} optimizer._component_=bitsandbytes.optim.Adalin", ["Adalin"]),
+    (f"{SMALL} optimizer_in_bwd=True", ["clip_grad_norm"]),
     # what only stock reads
     (f"validate {QUICKSTART} ~resume_from_checkpoint", ["lacks resume_from_checkpoint, which full_finetune_single"]),
     (f"validate {QUICKSTART} ~compile ~seed", ["lacks seed, compile"]),
@@ -257,7 +272,8 @@ def test_a_mistaken_command_ends_in_one_line_and_with_2(
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     assert in_this_process(*shlex.split(command)) == 2
-    shown = capfd.readouterr().err
+    printed, shown = capfd.readouterr()
+    assert command.split()[0] != "plan" or not printed
     line = shown.rstrip().splitlines()[-1]
     assert "error: " in line and [word for word in words if word not in line] == [], shown
     assert "Traceback" not in shown

@@ -12,6 +12,7 @@ from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import TuneRun
 from tests.integration.faults import disarm, plan
 from tests.integration.one_target import NOISE, mean_of, truth
+from tests.support.overrides import WIDE
 from tests.support.records import events
 
 DATA = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
@@ -56,7 +57,7 @@ def test_the_estimate_is_right_on_average(
         run(self)
 
     monkeypatch.setattr(TrainingLoop, "run", run_after_asking)
-    finished = tune_run(kind, *NOISE, *how, "batch_size=5", replaced=DATA)
+    finished = tune_run(kind, *NOISE, *how, *WIDE, "batch_size=5", replaced=DATA)
     assert len(measured) == 60
     assert {(each.tokens, each.samples) for each in measured} == {(10, 10)}
     assert mean_of(measured) == pytest.approx(truths[0], rel=0.05)

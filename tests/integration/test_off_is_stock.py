@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TuneRun, assert_same_weights
+from tests.support.overrides import WIDE
 
 PART = {
     "_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "${data_dir}/train.json",
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "lora": ("lora", ACCUMULATION, DROPOUT),
     "lora, compiled, packed": ("lora", COMPILED, PACKED, "batch_size=2"),
     "dora, checkpointing": ("lora", "model.use_dora=True", CHECKPOINTING),
-    "qlora": ("lora", "model.quantize_base=True"),
+    "qlora": ("lora", "model.quantize_base=True", *WIDE),
     "kd": ("kd", ACCUMULATION, DROPOUT),
     "kd, whole logits, packed": (
         "kd", "loss._component_=torch.nn.CrossEntropyLoss", "kd_loss._component_=torchtune.modules.loss.ForwardKLLoss",

@@ -16,6 +16,7 @@ from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.train.growing import what_keeps_global_batch
 from adaptive_batching._values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights
+from tests.support.overrides import WIDE
 from tests.support.records import events, without_sizes
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
@@ -37,7 +38,7 @@ CASES = {
     ),
     # Without merging: on the cpu stock merges into the model that it goes on training.
     "lora-dropout": ("lora", "model.lora_dropout=0.1", "save_adapter_weights_only=True"),
-    "qlora": ("lora", "model.quantize_base=True", "save_adapter_weights_only=True"),
+    "qlora": ("lora", "model.quantize_base=True", *WIDE, "save_adapter_weights_only=True"),
 }
 
 
@@ -181,7 +182,7 @@ def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: Tu
     meter.release()
     limit = meter.used_bytes() + 24 * 2**20
     with pytest.raises(SystemExit) as end:
-        tune_run("full", "use_maximum_batch_size=True", f"adaptive_batching.memory_limit={limit}")
+        tune_run("full", *WIDE, "use_maximum_batch_size=True", f"adaptive_batching.memory_limit={limit}")
     message = str(end.value)
     size = r"[\d.]+ [MG]iB"  # of a process that has a CUDA build of torch it is more than a GiB
     assert re.search(rf"one sample does not fit in {size}: it needs about {size}, [\d.]+ MiB too much", message), (

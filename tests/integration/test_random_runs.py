@@ -30,7 +30,7 @@ from adaptive_batching._report.events import read_events
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train import probing, session
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT, without_pages
+from tests.conftest import ARCHITECTURE, QUICKSTART, without_pages
 from tests.integration import faults
 from tests.support.garbage import quicken_collections
 from tests.support.processes import FORKED
@@ -155,7 +155,7 @@ def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
         **{f"model.{key}": value for key, value in ARCHITECTURE.items()},
         **case.settings,
     }  # fmt: skip
-    config = ROOT / "recipes" / "configs" / "quickstart" / f"{case.kind}_single_device.yaml"
+    config = QUICKSTART / f"{case.kind}_single_device.yaml"
     module = importlib.import_module(f"recipes.{case.kind}_finetune_single_device")
     sys.argv = ["run", "--config", str(config), *(f"{key}={value}" for key, value in settings.items())]
     if case.extra_mib is not None:  # as under ulimit, a process knows from the start that it has a limit

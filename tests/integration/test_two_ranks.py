@@ -13,12 +13,12 @@ import torch
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
+from tests.conftest import QUICKSTART, ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, same_everywhere
 from tests.support.html import read_page
 from tests.support.launches import Finished, of_launch, output_of
-from tests.support.overrides import SGD, VALIDATE
+from tests.support.overrides import SGD, VALIDATE, WIDE
 from tests.support.ranks import free_port
 from tests.support.records import events, without_sizes
 
@@ -138,7 +138,7 @@ def test_the_noise_scale_is_right_on_two_ranks(
     truths = []
     monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
     monkeypatch.setattr(TrainingLoop, "run", lambda self: truths.append(truth(self._host)))
-    tune_run("lora", *NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget")
+    tune_run("lora", *WIDE, *NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget")
     measured = events(finished("lora_noise"), "noise")
     mean = [sum(event[key] for event in measured) / 30 for key in ("variance", "norm_squared")]
     assert mean == pytest.approx(list(truths[0]), rel=0.05)
@@ -240,12 +240,10 @@ def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
 
 def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """Start ``tune run`` as users do."""
+    settings = small_run(inputs, output_dir, "dataset.split=train[:32]", "epochs=1", *overrides)
     return subprocess.Popen(
         [sys.executable, "-c", "from torchtune._cli.tune import main; main()", "run", *launcher,
-         "recipes/full_finetune_distributed.py", "--config", "recipes/configs/quickstart/full_single_device.yaml",
-         f"data_dir={inputs}", f"output_dir={output_dir}", "dataset.split=train[:32]", "batch_size=4", "epochs=1",
-         "tokenizer.max_seq_len=64", "lr_scheduler.num_warmup_steps=2", "use_maximum_batch_size=False",
-         "batch_increase_function=null", *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()), *overrides],
+         "recipes/full_finetune_distributed.py", "--config", f"{QUICKSTART}/full_single_device.yaml", *settings],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -259,6 +257,7 @@ def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inpu
     assert "ZeroDivisionError: this rank has a bug" in output
 
 
+@pytest.mark.slow  # the launch of `as_stock` is on two nodes
 def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:
     """As two nodes do, over the loopback device."""
     nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_backend", "c10d"]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batching import _snapshot
 from adaptive_batching.torchtune import load_stock, recipe
-from tests.conftest import ARCHITECTURE, ROOT
+from tests.conftest import QUICKSTART, small_run
 
 stock = load_stock("full_finetune_single_device")
 
@@ -30,14 +30,9 @@ class Reads(TorchDispatchMode):
 
 def reads_of_training(recipe_class: type[Any], inputs: Path, output_dir: Path, **fields: Any) -> int:
     """Values read in eight steps of training, and in what comes before the first of them."""
-    cfg: Any = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml")
-    cfg.update(
-        data_dir=str(inputs), output_dir=str(output_dir), batch_size=8, epochs=1, use_maximum_batch_size=False,
-        batch_increase_function=None, adaptive_batching={"memory_limit": "8GiB"}, clip_grad_norm=1.0,
-        model={**cfg.model, **ARCHITECTURE},
-    )  # fmt: skip
-    cfg.dataset.split, cfg.tokenizer.max_seq_len = "train[:64]", 64
-    cfg.update(fields)
+    small = small_run(inputs, output_dir, "batch_size=8", "epochs=1", "dataset.split=train[:64]", "clip_grad_norm=1.0")
+    cfg: Any = OmegaConf.merge(OmegaConf.load(QUICKSTART / "full_single_device.yaml"), OmegaConf.from_dotlist(small))
+    cfg.update(adaptive_batching={"memory_limit": "8GiB"}, **fields)
     made = recipe_class(cfg)
     made.setup(cfg)
     made.save_checkpoint = lambda epoch: None

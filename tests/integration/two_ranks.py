@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
@@ -37,13 +36,13 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.train import collectives, session, splitting
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
-from tests.conftest import ARCHITECTURE, ROOT, all_that_fits, without_pages
+from tests.conftest import QUICKSTART, all_that_fits, small_run, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
 from tests.support import power_cut
 from tests.support.device_steps import noted_steps
-from tests.support.garbage import quicken_collections
-from tests.support.overrides import SGD, TEACHER, VALIDATE
+from tests.support.environment import tame_malloc
+from tests.support.overrides import SGD, TEACHER, VALIDATE, WIDE
 
 ONE_LIMIT = 60  # MiB: a sample fits, or nearly
 RANK = int(os.environ.get("RANK", 0))
@@ -141,18 +140,10 @@ class Runner:
         disarm()
         plan["layer"] = layer
         module, config, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, ()))
-        settings = {
-            "data_dir": self.inputs, "output_dir": self.directory / name, "dataset.split": "train[:32]",
-            "tokenizer.max_seq_len": 64, "batch_size": 4, "epochs": 1, "use_maximum_batch_size": False,
-            "batch_increase_function": "null", "lr_scheduler.num_warmup_steps": 2,
-            **{f"model.{key}": value for key, value in ARCHITECTURE.items()},
-        }  # fmt: skip
-        overrides = (*added, *overrides)
-        for override in overrides:
-            settings.pop(override.split("=")[0], None)
+        fewer = ("dataset.split=train[:32]", "epochs=1", "lr_scheduler.num_warmup_steps=2")
+        settings = small_run(self.inputs, self.directory / name, *fewer, *added, *overrides)
         recipe = load_stock(module) if stock else importlib.import_module(f"recipes.{module}")
-        file = ROOT / "recipes" / "configs" / "quickstart" / f"{config}_single_device.yaml"
-        sys.argv = [module, "--config", str(file), *(f"{key}={value}" for key, value in settings.items()), *overrides]
+        sys.argv = [module, "--config", f"{QUICKSTART}/{config}_single_device.yaml", *settings]
         if RANK == 0:
             print(f"RUN {name}", flush=True)
         try:
@@ -213,7 +204,7 @@ def out_in_validation(on: int) -> list[Fault | None]:
 
 
 def runs_as_stock(run: Runner) -> None:
-    """Ours with all fields unset, and stock's."""
+    """Ours with all fields unset, and stock's, on two nodes of one device."""
     clip = ["clip_grad_norm=1.0", ACCUMULATE]
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
     plan_of_layers = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
@@ -259,7 +250,7 @@ def runs_that_recover(run: Runner) -> None:
 def runs_with_noise(run: Runner) -> None:
     """The gradient noise scale, measured by both ranks."""
     one_target = ["batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
-    run("lora", "lora_noise", *NOISE, *one_target, "micro_batch_size=3")
+    run("lora", "lora_noise", *WIDE, *NOISE, *one_target, "micro_batch_size=3")
     by_noise = ["batch_increase_function._component_=adaptive_batching.growth.gradient_noise_scale",
                 "~batch_increase_function.every", "batch_increase_function.multiplier=4",
                 "adaptive_batching.noise_scale_every=1", "epochs=3", samples(48),
@@ -352,12 +343,13 @@ def run_noted(run: Runner, kind: str, name: str, *overrides: str, stock: bool = 
 
 
 ON_DEVICE = ("device=cuda", "dtype=bf16")
-FEW = [samples(400), "tokenizer.max_seq_len=256"]
+FEW = [*WIDE, samples(400), "tokenizer.max_seq_len=256"]
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.round_to_power_of_two=False", "batch_size=1"]
 
 
 def limit_memory(extra_mib: int) -> None:
     """Let the second rank alone grow by no more than ``extra_mib``."""
+    tame_malloc()
     CpuMeter().release()
     if RANK == 1:
         resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
@@ -461,14 +453,13 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
 }  # fmt: skip
 
 
-def run_launch(which: str, store: TCPStore, inputs: Path, directory: Path, case: FailingCollective | None) -> None:
+def run_launch(which: str, inputs: Path, directory: Path, case: FailingCollective | None = None) -> None:
     """Run a launch on this rank, or one of its cases that take processes of their own."""
     LoRALinear.initialize_parameters = same_everywhere
     accept_configs_of_torchao()  # stock's recipe asks for a class by the name that it had
     run = Runner(inputs, directory)
-    quicken_collections()
     backend = "cuda:nccl,cpu:gloo" if which.startswith("devices") else "gloo"
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     with all_that_fits():
         if case is not None:
             runs_of_failing_collectives(run, [case], name_of(*case))

@@ -1,14 +1,10 @@
-"""Runs loops of the page as one rank, and writes down what each step has seen.
-
-RANK=0 WORLD_SIZE=2 ... python -m tests.loop.other_loops NAME ... FOLDER
-"""
+"""Loops of the page, run as one rank, and what each step has seen."""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from adaptive_batching import AdaptiveStep
-from tests.support.garbage import quicken_collections
 from tests.support.pages import loops
 from tests.support.small_model import make_data, make_model
 
@@ -89,10 +84,9 @@ def run(name: str) -> Any:
     return Recorded.steps, [whole(parameter) for parameter in given["model"].parameters()]
 
 
-if __name__ == "__main__":
-    quicken_collections()
-    *names, folder = sys.argv[1:]
+def run_loops(names: Sequence[str]) -> dict[str, Any]:
+    """Run those loops whose libraries are there."""
     found = {name: run(name) for name in names if find_spec(name.split()[0]) is not None}
-    torch.save(found, Path(folder, f"rank_{os.environ['RANK']}.pt"))
     if dist.is_initialized():
         dist.destroy_process_group()
+    return found

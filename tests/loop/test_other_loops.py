@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.loop import other_loops
-from tests.loop.other_loops import NUM_SAMPLES, samples_of_loop
+from tests.loop.other_loops import NUM_SAMPLES, run_loops, samples_of_loop
 from tests.support.ranks import run_ranks
 from tests.support.small_model import make_model
 
@@ -22,12 +22,7 @@ NAMES = {1: ["accelerate", "lightning"], 2: ["accelerate", "lightning with DDP",
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    def launch(size: int) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("loops")
-        run_ranks(["-m", "tests.loop.other_loops", *NAMES[size], str(folder)], size)
-        return [torch.load(folder / f"rank_{rank}.pt") for rank in range(size)]
-
-    return cache(launch)
+    return cache(lambda size: run_ranks(run_loops, NAMES[size], folder=tmp_path_factory.mktemp("loops"), size=size))
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in NAMES.items() for name in names])

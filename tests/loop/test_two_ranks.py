@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.loop.test_step import collate, loss
-from tests.loop.two_ranks import BATCHES, CLIP, FAULTS, KINDS, OF_SUMS, Faulty, make_model
+from tests.loop.two_ranks import BATCHES, CLIP, FAULTS, KINDS, OF_SUMS, Faulty, make_model, run_cases
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("loop_two_ranks")
@@ -20,9 +20,7 @@ TRAINED = [*(f"{kind}, {fault}" for kind in KINDS for fault in FAULTS), *(f"ddp,
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(["-m", "tests.loop.two_ranks", str(folder)])
-    return [torch.load(folder / f"rank_{rank}.pt") for rank in range(2)]
+    return run_ranks(run_cases, folder=tmp_path_factory.mktemp("two_ranks"))
 
 
 def plain_loop(kind: str) -> tuple[Faulty, list[float], list[list[torch.Tensor | None]]]:

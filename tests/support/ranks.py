@@ -1,24 +1,91 @@
-"""Processes that train together, as torchrun starts them."""
+"""Ranks: processes that train together, as torchrun starts them. Hosts say what runs on each; all else is here."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import importlib
+import logging
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
-from tests.conftest import ROOT
+from tests.support.garbage import quicken_collections
+from tests.support.processes import FORKED
 
-LONGEST = 400  # seconds for all of what the ranks do
+T = TypeVar("T")
+LONGEST = 900  # seconds for all that ranks do
 TO_FAIL_AS_WELL = 20  # seconds, after one of them has failed
+
+
+def run_ranks(function: Callable[..., T], *arguments: object, folder: Path, size: int = 2, **how: Any) -> list[T]:
+    """Run ``function(*arguments)`` on each rank; return what each returns, in their order. See :func:`start_ranks`."""
+    if not start_ranks(function, *arguments, folder=folder, size=size, **how):
+        raise AssertionError((folder / "output.txt").read_text()[-9000:])
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def start_ranks(
+    function: Callable[..., Any], *arguments: object, folder: Path, size: int = 2, nodes: int = 1, forks: bool = True,
+    patience: float = TO_FAIL_AS_WELL,
+) -> bool:  # fmt: skip
+    """Run a function on each rank, whose output is in ``output.txt``; return True if it has ended well on all.
+
+    They meet at a store of this process, as those of torchrun do: if the first rank were to open it, another process
+    could have taken the port meanwhile, and the others would ask that one for half an hour.
+
+    Args:
+        folder: Of what they print and return.
+        nodes: Machines that they seem to be on, as many on each.
+        forks: They are forks, which have imported what they need; those that use a device start anew.
+        patience: Seconds that others of one that fails have to fail as well. What hangs tells where.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context: Any = FORKED if forks else multiprocessing.get_context("spawn")
+    each = size // nodes
+    shared = {
+        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
+    }  # fmt: skip
+    own = [{**shared, "RANK": rank, "LOCAL_RANK": rank % each, "GROUP_RANK": rank // each} for rank in range(size)]
+    given = (folder, function.__module__, function.__name__, arguments)
+    ranks = [context.Process(target=_run_rank, args=(variables, *given)) for variables in own]
+    for rank in ranks:
+        rank.start()
+    end = time.monotonic() + LONGEST
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        if any(rank.exitcode for rank in ranks):
+            end = min(end, time.monotonic() + patience)
+        connection.wait([rank.sentinel for rank in running], timeout=max(end - time.monotonic(), 0))
+        if time.monotonic() >= end:
+            for rank in running:
+                os.kill(rank.pid, signal.SIGABRT)
+                rank.join()
+    return not any(rank.exitcode for rank in ranks)
+
+
+def _run_rank(
+    variables: dict[str, object], folder: Path, module: str, function: str, arguments: tuple[object, ...]
+) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    with (folder / "output.txt").open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.enable()
+    logging.disable(logging.NOTSET)  # which the process that others are forked from has set higher
+    quicken_collections()
+    run = getattr(importlib.import_module(module), function)  # only now, as modules read the number of their rank
+    torch.save(run(*arguments), folder / f"rank_{variables['RANK']}.pt")
 
 
 def free_port() -> int:
@@ -28,51 +95,3 @@ def free_port() -> int:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
-
-
-def run_ranks(arguments: Sequence[str], size: int = 2, **environment: str) -> None:
-    """Run ``python arguments`` as many times as ``size``, each as one rank, and fail if one of them does.
-
-    They meet at a store of this process, as those of torchrun do: if the first rank were to open it, another process
-    could have taken the port meanwhile, and the others would ask that one for half an hour.
-    """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", **environment,
-    }  # fmt: skip
-    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    run_together([([sys.executable, *arguments], own) for own in ranks])
-
-
-def run_together(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
-    """Run commands at once, each with what its environment has besides this one's, and fail if one of them does.
-
-    The others of one that fails are not waited for longer than they need to fail as well; what hangs tells where.
-    """
-    with contextlib.ExitStack() as stack:
-        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
-        processes = [
-            subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **own},
-                stdout=subprocess.DEVNULL, stderr=file,
-            )
-            for (command, own), file in zip(commands, said, strict=True)
-        ]  # fmt: skip
-        try:
-            deadline = time.monotonic() + LONGEST
-            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-                if any(process.poll() for process in processes):
-                    deadline = min(deadline, time.monotonic() + TO_FAIL_AS_WELL)
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGABRT)
-                    process.wait()
-        texts = []
-        for process, file in zip(processes, said, strict=True):
-            file.seek(0)
-            texts.append(f"exit code {process.returncode}: {file.read()[-6000:]}")
-    assert not any(process.returncode for process in processes), "\n".join(texts)

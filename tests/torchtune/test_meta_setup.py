@@ -34,9 +34,9 @@ from adaptive_batching._trace.recorder import state_tensors
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep
 from adaptive_batching._trace.training import TrainingStep, kept_tensors
-from tests.conftest import ARCHITECTURE, ROOT
+from tests.conftest import ARCHITECTURE, QUICKSTART
 from tests.integration.two_ranks import OTHERS
-from tests.support.overrides import TEACHER
+from tests.support.overrides import TEACHER, WIDE
 from tests.support.steps import most_in_use
 
 LENGTH, BATCH = 48, 16
@@ -44,7 +44,7 @@ SIZES = (1, 2, 4, 30, 1000)
 
 
 def config(kind: str, *overrides: str, inputs: Path | str = "nowhere", out: Path | str = "nowhere") -> Any:
-    cfg: Any = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml")
+    cfg: Any = OmegaConf.load(QUICKSTART / f"{kind}_single_device.yaml")
     common = [
         f"data_dir={inputs}", f"output_dir={out}", "dataset.split=train[:50]", "tokenizer.max_seq_len=64",
         "batch_size=4", "use_maximum_batch_size=False",
@@ -139,8 +139,8 @@ CASES = {
     "accumulation": one("full", "gradient_accumulation_steps=3"),
     "whole logits": one("full", "loss._component_=torch.nn.CrossEntropyLoss"),
     "lora": one("lora"),
-    "qlora": one("lora", LORA, QUANTIZED),
-    "qdora": one("lora", LORA, QUANTIZED, "dtype=bf16", "model.use_dora=True", CHECKPOINTING),
+    "qlora": one("lora", *WIDE, LORA, QUANTIZED),
+    "qdora": one("lora", *WIDE, LORA, QUANTIZED, "dtype=bf16", "model.use_dora=True", CHECKPOINTING),
     "few tokens": few(),
     "fused": few("optimizer.fused=True"),
     "in backward": few(*IN_BACKWARD),

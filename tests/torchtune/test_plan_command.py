@@ -23,15 +23,17 @@ from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import Reserved
 from adaptive_batching._values import memory_size
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
-from tests.conftest import ARCHITECTURE, ROOT
+from tests.conftest import ARCHITECTURE, QUICKSTART, ROOT
 from tests.support.overrides import DOUBLE
 from tests.torchtune.test_meta_setup import config
 
-CONFIG = str(ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml")
+CONFIG = str(QUICKSTART / "full_single_device.yaml")
 SMALL = [
-    "use_maximum_batch_size=False", "batch_increase_function=null", "adaptive_batching.memory_limit=null",
-    *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
-]  # fmt: skip
+    "use_maximum_batch_size=False",
+    "batch_increase_function=null",
+    "adaptive_batching.memory_limit=null",
+    *(f"model.{key}={value}" for key, value in {**ARCHITECTURE, "vocab_size": 20000}.items()),
+]  # fmt: skip  (of such a model a GiB holds few samples, so that few sizes are looked at)
 ASKED = ["--config", CONFIG, "--no-levers", *SMALL]
 IN_2_GIB = [*ASKED, "--memory", "2GiB"]
 
@@ -136,35 +138,6 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
     assert table[0]["largest_micro_batch"] == alone["largest_micro_batch"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["full_finetune_singel_device", CONFIG], "did you mean 'full_finetune_single_device'"),
-        (
-            [*ASKED, "--sequence-length", "513"],
-            "513 tokens, but the model takes at most 512; set tokenizer.max_seq_len",
-        ),
-        *(
-            ([CONFIG, "--mfu", "0.4", *gpus], "name that GPU with --gpu")
-            for gpus in ([], ["--gpu", "4090", "--gpu", "t4"], ["--gpu", "a100"])
-        ),
-        (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
-        (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
-        ([*ASKED, "micro_batch_size=3"], "micro_batch_size"),
-        ([*ASKED, "model.num_heads=5"], "torchtune refuses the config"),
-        ([*ASKED, "optimizer._component_=torch.optim.Nadam"], "Nadam"),
-        ([*ASKED, "optimizer._component_=bitsandbytes.optim.Adalin"], "Adalin"),
-        ([*ASKED, "optimizer_in_bwd=True"], "clip_grad_norm"),
-    ],
-    ids=lambda value: " ".join(value[2:])[-40:] if isinstance(value, list) else "",
-)
-def test_a_mistake_ends_in_one_line(plan: Any, arguments: list[str], message: str) -> None:
-    code, out, err = plan(*arguments)
-    assert code == 2
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1
-    assert not out
-
-
 PPO = "ppo_full_finetune_single_device"
 
 
@@ -228,14 +201,15 @@ def test_a_line_of_run_is_planned_as_it_stands(plan: Any) -> None:
 
 
 def test_several_gpus_have_a_line_each_and_the_exit_code_is_that_of_the_smallest(plan: Any, found: Any) -> None:
-    code, out, _ = plan(CONFIG, "--no-levers", "--gpu", "4090", "--gpu", "t4", "--gpu", "a100", *SMALL)
+    asked = [*ASKED, "model.vocab_size=100000"]
+    code, out, _ = plan(*asked[1:], "--gpu", "4090", "--gpu", "t4", "--gpu", "a100")
     head, *rows = [line.split() for line in out.splitlines()[1:6]]
     assert out.startswith("a forward of 8 x 256 tokens needs ") and head[0] == "GPU" and code == 0
     assert [row[:-1] for row in rows] == [
         ["RTX", "4090", "23.52", "GiB", "fits"], ["T4", "14.56", "GiB", "fits"],
         ["A100-40GB", "39.39", "GiB", "fits"], ["A100-80GB", "79.15", "GiB", "fits"],
     ]  # fmt: skip
-    several, smallest = found(*ASKED, "--gpu", "4090", "--gpu", "t4"), found(*ASKED, "--gpu", "t4")
+    several, smallest = found(*asked, "--gpu", "4090", "--gpu", "t4"), found(*asked, "--gpu", "t4")
     assert [gpu["name"] for gpu in several["gpus"]] == ["RTX 4090", "T4"]
     assert several | {"gpus": [], "seconds": 0} == smallest | {"gpus": [], "seconds": 0}
     of_t4 = {key: smallest[key] for key in ("memory_bytes", "answer", "largest_micro_batch")}

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from adaptive_batching._torchtune.train.growing import what_keeps_global_batch
 from adaptive_batching._torchtune.train.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._values import ByLength, ConfigError
-from tests.conftest import ROOT
+from tests.conftest import QUICKSTART
 
-CONFIG = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"
+CONFIG = QUICKSTART / "full_single_device.yaml"
 OFF = ["use_maximum_batch_size=False", "batch_increase_function=null", "batch_size=4", "adaptive_batching=null"]
 
 

@@ -22,6 +22,7 @@ from adaptive_batching._trace.recorder import Recorder
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TRACED_SIZES
 from tests.conftest import ARCHITECTURE
+from tests.support.overrides import WIDE
 from tests.torchtune.test_meta_setup import LENGTH, config, step_of
 
 SAME: Any = {"min_offload_size": SMALLEST}
@@ -59,7 +60,7 @@ def test_a_trace_keeps_on_the_device_what_torchtune_keeps(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levers = ["enable_activation_offloading=True", "enable_activation_checkpointing=True", "device=cuda"]
-    host, _ = set_up("full_finetune_single_device", config("full", *levers, *overrides), Data(LENGTH, 50))
+    host, _ = set_up("full_finetune_single_device", config("full", *WIDE, *levers, *overrides), Data(LENGTH, 50))
     ours = trace_step(step_of(host))
     real = type("Real", (OffloadActivations,), {"__init__": partialmethod(OffloadActivations.__init__, **SAME)})
     with without_cuda():
@@ -84,7 +85,9 @@ def test_the_stand_in_for_flex_attention_takes_what_flex_attention_takes(
     # One document in each pack
     made = {n: create_block_mask(lambda b, h, q, kv: q >= kv, n, None, LENGTH, LENGTH, "cpu") for n in TRACED_SIZES}
     masks = {n: mask.as_tuple() for n, mask in made.items()}
-    host, _ = set_up("full_finetune_single_device", config("full", f"dtype={dtype}"), Data(LENGTH, 50, packed=True))
+    host, _ = set_up(
+        "full_finetune_single_device", config("full", *WIDE, f"dtype={dtype}"), Data(LENGTH, 50, packed=True)
+    )
     step = step_of(host, host.loader.dataset[0])
     ours = trace_step(step)
     monkeypatch.setattr(Recorder, "supports_higher_order_operators", True, raising=False)

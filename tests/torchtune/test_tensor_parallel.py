@@ -1,15 +1,7 @@
-"""Plans of tensor parallelism: a device holds and computes its part, as a rank of a real group does.
-
-As a program it is such a rank, and prints the most bytes that real steps have in use beyond those at rest:
-torchrun --nproc_per_node 2 -m tests.torchtune.test_tensor_parallel <inputs> <directory> <override> ...
-"""
+"""Plans of tensor parallelism: a device holds and computes its part, as a rank of a real group does."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +14,7 @@ from adaptive_batching._torchtune.plan.meta_setup import Data, on_devices, set_u
 from adaptive_batching._torchtune.plan.planning import NotPlannedError, PlanRequest, sketch
 from adaptive_batching._torchtune.train.training_step import training_step
 from adaptive_batching._trace.trace import trace_step
-from tests.conftest import ROOT
+from tests.support.ranks import run_ranks
 from tests.torchtune.test_meta_setup import BATCH, LENGTH, config, predicted_bytes, step_of, transient_bytes
 
 PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
@@ -31,19 +23,26 @@ TWO = ["tensor_parallel_dim=2", PLAN, "clip_grad_norm=null"]
 
 def test_a_real_step_takes_what_is_predicted(inputs: Path, tmp_path: Path) -> None:
     """Two ranks share each layer."""
-    ranks = 2
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", __name__, str(inputs), str(tmp_path), *TWO],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    said = re.search(r"transient bytes: (\d+)", done.stdout)
-    assert said, done.stdout[-2000:] + done.stderr[-2000:]
-    with on_devices(ranks):
-        host, _ = set_up("full_finetune_distributed", config("full", *TWO), Data(LENGTH, 50), ranks)
+    [taken, _] = run_ranks(most_bytes_taken, inputs, tmp_path / "out", folder=tmp_path)
+    with on_devices(2):
+        host, _ = set_up("full_finetune_distributed", config("full", *TWO), Data(LENGTH, 50), 2)
         predicted = predicted_bytes(trace_step(step_of(host)))
-    assert predicted == pytest.approx(int(said[1]), rel=0.06)  # gloo's threads hold an activation or two for longer
+    assert predicted == pytest.approx(taken, rel=0.06)  # gloo's threads hold an activation or two for longer
+
+
+def most_bytes_taken(inputs: Path, output_dir: Path) -> int:
+    """Return the most bytes that real steps of this rank have in use beyond those at rest."""
+    from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed
+
+    cfg = config("full", *TWO, inputs=inputs, out=output_dir)
+    made = FullFinetuneRecipeDistributed(cfg)
+    made.setup(cfg)
+    # The threads of gloo hold a tensor for as long as they happen to need it, which can only add to what a step takes.
+    step = training_step(made._session.host, {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}, accumulates=False)
+    taken = min(transient_bytes(step) for _ in range(8))
+    dist.barrier()
+    dist.destroy_process_group()
+    return taken
 
 
 def need(*overrides: str, devices: int = 4) -> MemoryEstimate:
@@ -75,22 +74,3 @@ def test_what_torch_does_not_train_is_refused_with_the_remedy(override: str, dev
 
 def test_without_foreach_layers_can_be_shared_by_all_devices() -> None:
     assert need(*TWO, "optimizer.foreach=False", devices=2).peak_bytes > need(*TWO, devices=4).peak_bytes
-
-
-def main(inputs: str, directory: str, *overrides: str) -> None:
-    from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed
-
-    cfg = config("full", *overrides, inputs=Path(inputs), out=Path(directory))
-    made = FullFinetuneRecipeDistributed(cfg)
-    made.setup(cfg)
-    # The threads of gloo hold a tensor for as long as they happen to need it, which can only add to what a step takes.
-    step = training_step(made._session.host, {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}, accumulates=False)
-    taken = min(transient_bytes(step) for _ in range(8))
-    if dist.get_rank() == 0:
-        print(f"transient bytes: {taken}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,20 +2,13 @@
 
 Most are a ``compute_loss`` that forums, papers' repositories or examples have. ``HABITS`` says of each what it comes to
 with parts of a batch: the training of the whole batch, or a refusal.
-
-RANK=0 WORLD_SIZE=2 ... python -m tests.transformers.strangers FOLDER
-
-trains those of ``ON_TWO_RANKS`` with DDP, and writes down what became of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import json
-import os
 import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +25,6 @@ from transformers import Trainer
 from adaptive_batching import ConfigError
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 from tests.conftest import without_pages
-from tests.support.garbage import quicken_collections
 from tests.transformers import trainers
 from tests.transformers.trainers import Features
 
@@ -895,13 +887,11 @@ def outcome_on_rank(make: Callable[..., Any], folder: Path, ours: AdaptiveArgume
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    quicken_collections()
-    found: dict[str, dict[str, Any]] = {}
+def run_on_rank(folder: Path) -> dict[str, dict[str, Any]]:
+    """Train those of ``ON_TWO_RANKS`` with DDP, as ours and stock's, and return what became of them."""
+    settings = {"ours": AdaptiveArguments(micro_batch_size=3), "stock": None}
     with without_pages():
-        for name in sys.argv[2:] or ON_TWO_RANKS:
-            found[name] = {
-                kind: outcome_on_rank(ON_TWO_RANKS[name].make, Path(sys.argv[1]), ours)
-                for kind, ours in {"ours": AdaptiveArguments(micro_batch_size=3), "stock": None}.items()
-            }
-            Path(sys.argv[1], f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+        return {
+            name: {kind: outcome_on_rank(habit.make, folder, ours) for kind, ours in settings.items()}
+            for name, habit in ON_TWO_RANKS.items()
+        }

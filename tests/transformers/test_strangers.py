@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Mapping
@@ -171,10 +170,10 @@ def test_a_trainer_of_trl_trains_as_before_or_is_refused(name: str, tmp_path: Pa
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(["-m", "tests.transformers.strangers", str(folder)])
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(strangers.run_on_rank, folder, folder=folder)
 
 
+@pytest.mark.xdist_group("strangers_two_ranks")
 @pytest.mark.parametrize("name", strangers.ON_TWO_RANKS)
 def test_a_habit_on_two_devices_trains_as_before_or_is_refused(name: str, ranks: list[dict[str, Any]]) -> None:
     expected = strangers.ON_TWO_RANKS[name].outcome
@@ -193,45 +192,7 @@ def test_a_habit_on_two_devices_trains_as_before_or_is_refused(name: str, ranks:
     assert expected == strangers.SAME, "is the same, and was to be refused"
 
 
-# --- what Trainer shows to others
-
-
-def test_loaders_hand_out_batches_and_asking_for_one_runs_nothing(tmp_path: Path) -> None:
-    class Looks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_train_begin(self, *args: Any, train_dataloader: Any, **kwargs: Any) -> None:
-            seen["of a callback"] = next(iter(train_dataloader))
-
-    seen: dict[str, Any] = {}
-    data = trainers.make_data(24)
-    ours = trainers.make_trainer(
-        tmp_path, AdaptiveArguments(micro_batch_size="auto"), data=data, eval_dataset=data, max_steps=1
-    )
-    watched = trainers.OutOfMemory(ours.model, 10**9)
-    seen["of training"] = next(iter(ours.get_train_dataloader()))
-    seen["of evaluation"] = next(iter(ours.get_eval_dataloader()))
-    assert not watched.forwards
-    ours.add_callback(Looks())
-    ours.train()
-    assert {name: len(batch["input_ids"]) for name, batch in seen.items()} == dict.fromkeys(seen, 8)
-    assert len(seen) == 3
-
-
-def test_the_longest_target_of_an_encoder_decoder_is_probed(tmp_path: Path) -> None:
-    data = trainers.make_data(40)
-    for index, sample in enumerate(data):
-        sample["labels"] = [5] * (60 if index == 38 else 4)
-    ours = trainers.make_trainer(
-        tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=trainers.make_t5(), data=data, max_steps=1
-    )
-    longest: list[int] = []
-
-    def note(model: Any, args: Any, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            longest.append(inputs["labels"].shape[1])
-
-    ours.model.register_forward_pre_hook(note, with_kwargs=True)
-    ours.adaptive.find()
-    assert max(longest) == 60
+# --- what others are told
 
 
 def test_where_accumulation_adds_means_up_the_line_that_says_so_names_the_factor(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 from adaptive_batching import ConfigError
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments
-from tests.support.ranks import free_port, run_ranks, run_together
+from tests.support.ranks import run_ranks
 from tests.transformers import architectures, trainers, two_ranks
 from tests.transformers.two_ranks import DOUBLE, SAMPLES, SHORT
 
@@ -33,12 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Found]:
-    run_ranks(["-m", "tests.transformers.two_ranks", str(folder)])
-    return found_in(folder)
-
-
-def found_in(folder: Path) -> list[Found]:
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(two_ranks.run_all, folder, two_ranks.runs(), folder=folder)
 
 
 def of_run(name: str, ranks: list[Found]) -> Mapping[str, Any]:
@@ -213,12 +206,10 @@ def test_a_sharded_model_is_checkpointed_and_its_loss_scaled(
 
 @pytest.mark.slow
 def test_two_nodes_train_together(tmp_path: Path) -> None:
-    """Each with one process, over the loopback device."""
-    nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_backend", "c10d"]
-    command = [sys.executable, "-m", "torch.distributed.run", *nodes, "--rdzv_endpoint", f"127.0.0.1:{free_port()}",
-               "-m", "tests.transformers.two_ranks", str(tmp_path), "fsdp short llama", "ddp short llama"]  # fmt: skip
-    run_together([(command, {})] * 2)
-    for how in ("fsdp", "ddp"):
-        found = of_run(f"{how} short llama", found_in(tmp_path))
+    """Each with one process."""
+    names = [f"{how} short llama" for how in ("fsdp", "ddp")]
+    ranks = run_ranks(two_ranks.run_all, tmp_path, names, folder=tmp_path, nodes=2)
+    for name in names:
+        found = of_run(name, ranks)
         assert found["recoveries"] >= 1
-        assert_alike(found, in_one_process(tmp_path / how))
+        assert_alike(found, in_one_process(tmp_path / name.split()[0]))

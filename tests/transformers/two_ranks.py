@@ -1,6 +1,4 @@
-"""Trains on two processes with DDP and FSDP2, with trainers of others and ours, and writes down what each has logged.
-
-RANK=0 WORLD_SIZE=2 ... python -m tests.transformers.two_ranks FOLDER [RUN...]
+"""Trains on two processes with DDP and FSDP2, with trainers of others and ours.
 
 A run is the devices' strategy, our settings, and what is trained: ``fsdp short sft``.
 """
@@ -10,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +27,6 @@ from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._transformers import trainer_probe
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
-from tests.support.garbage import quicken_collections
 from tests.support.steps import predicted_and_real
 from tests.transformers import architectures, trainers
 
@@ -268,8 +263,7 @@ def runs() -> list[str]:
     return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in sharded]
 
 
-if __name__ == "__main__":
-    quicken_collections()
+def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Return what became of runs on this rank."""
     with without_pages():
-        found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:] or runs()}
-    Path(sys.argv[1], f"rank_{RANK}.json").write_text(json.dumps(found))
+        return {name: run(name, folder) for name in names}
