@@ -85,7 +85,7 @@ def main() -> None:
         run(loop)
         in_training.append(compiled - before)
 
-    TrainingLoop.run = count_compiled  # type: ignore[method-assign]
+    TrainingLoop.run = count_compiled  # type: ignore[method-assign, assignment]
     runs = json.loads(sys.argv[1])
     for arguments in runs:
         torch._dynamo.reset()
