@@ -70,7 +70,8 @@ def test_each_allocation_of_a_step_is_survived_or_ends_in_one_line(tune_run: Tun
 
 
 @pytest.mark.parametrize(
-    ("settings", "most"), [("offloading", 12), *(pytest.param(each, 80, marks=pytest.mark.slow) for each in SETTINGS)]
+    ("settings", "most"),
+    [("offloading", 12), ("auto", 12), *(pytest.param(each, 80, marks=pytest.mark.slow) for each in SETTINGS)],
 )
 def test_so_it_is_in_other_recipes_and_with_settings(tune_run: TuneRun, settings: str, most: int) -> None:
     recipe, overrides = SETTINGS[settings]
