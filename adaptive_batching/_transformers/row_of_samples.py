@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -33,6 +34,9 @@ _LONG = 2**17  # tokens of a sample for which a mask is compared
 _FEW_TOKENS = (6, 9, 4)  # of pieces that are run to see whether a row is honoured
 _LARGEST_TABLE = 2048  # positions for which a model has weights or buffers, up to which a row of more is tried
 _SPARE = 8  # that such a table may have besides
+# Differences of a token between two rows: of what goes into a module, if it is the same, and of what comes out, if the
+# module carries something over from another sample. Between the two is rounding, of experts that get other numbers.
+_SAME, _CARRIED = 1e-5, 0.05
 
 
 class NoRowError(Exception):
@@ -272,6 +276,65 @@ class _Mask:
             if not torch.equal(self._sees(none, none, query, key).expand(key.shape), expected):
                 return False
         return True
+
+
+class Carried:
+    """Sees what each module makes of the tokens after a row's first sample, in rows that differ in that alone.
+
+    State that runs on may change a gradient by little more than rounding does, and the tokens next to it by half.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._rows: list[list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]] = []
+
+    @contextlib.contextmanager
+    def on(self, attention: RowAttention, bounds: SampleBounds) -> Iterator[None]:
+        """Watch a row that runs inside."""
+        calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
+        entered: list[list[torch.Tensor]] = []  # what has gone into the modules that are running, the innermost last
+        names = {module: name for name, module in self._model.named_modules()}
+
+        def after(values: Any) -> list[torch.Tensor]:
+            found = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+            rows = [value[0] if value.shape[:2] == (1, bounds.tokens) else value for value in found]
+            rows = [row for row in rows if row.is_floating_point() and row.shape[:1] == (bounds.tokens,)]
+            start = bounds.lengths[0]
+            return [
+                row[start:].detach().to("cpu", torch.float32, copy=True).flatten(1) for row in rows if row.dim() > 1
+            ]
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            entered.append(after((args, kwargs)))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            calls.append((f"{names[module]} ({type(module).__name__})", entered.pop(), after(output)))
+
+        self._rows.append(calls)
+        with contextlib.ExitStack() as stack, attention.within(bounds):
+            for module in names:
+                stack.enter_context(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(leave, always_call=True))
+            yield
+
+    def module(self) -> str | None:
+        """Name the first module that has carried something over from the first sample; None if none has."""
+        first, second = self._rows
+        for (name, went_in, came_out), (_, went_in_too, came_out_too) in zip(first, second, strict=True):
+            ins, outs = _most(went_in, went_in_too), _most(came_out, came_out_too)
+            if ins is not None and outs is not None and ins < _SAME and outs > _CARRIED:
+                return name
+        return None
+
+
+def _most(rows: list[torch.Tensor], others: list[torch.Tensor]) -> float | None:
+    """Return the largest difference of a token, relative to it; None if there are none, or of other shapes."""
+    if not rows or [row.shape for row in rows] != [other.shape for other in others]:
+        return None
+    off = [
+        ((row - other).norm(dim=1) / (other.norm(dim=1) + 1e-20)).max() for row, other in zip(rows, others, strict=True)
+    ]
+    return float(torch.stack(off).max())
 
 
 def _of_text(model: nn.Module, name: str) -> int | None:

@@ -35,6 +35,7 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.row_of_samples import (
+    Carried,
     NoRowError,
     Piece,
     Row,
@@ -203,43 +204,48 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def _lay_end_to_end(self, samples: Sequence[Sample]) -> None:
         """Have samples laid end to end if the model computes the same; leave a line that says why not, or that so."""
-        why: str | None = None
+        why = ""
         shifts = tuple(dict.fromkeys((self.kind.key, "labels")))
         for targets in (shifts, ()) if self.kind.of.startswith("shifted") else ((), shifts):
             try:
-                why = self._why_not_in_rows(samples, targets)
-            except Exception as error:  # of a model that nobody here has seen
-                if is_out_of_memory(error):
-                    raise
+                off = self._off_in_rows(samples, targets)
+            except Exception as error:  # of a model that nobody here has seen, alike on all ranks
                 why = str(error) if isinstance(error, NoRowError) else f"{type(error).__name__}: {first_line(error)}"
                 end_forward(self.models)
-            if not self._parallel.ranks.any(why is not None):
+                break
+            if off is None:
                 self.in_rows, self.pads, self._targets = True, False, targets
                 log.info("samples are laid end to end, without padding: attention stays within each")
                 return
+            why = why or off
         model = self._trainer.model
         name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
         how = "with padding, in forwards of similar length" if self.pads else "as they are collated"
-        log.info("samples of %s run %s: %s", name, how, why or "on another rank, a row is another")
+        log.info("samples of %s run %s: %s", name, how, why)
 
-    def _why_not_in_rows(self, samples: Sequence[Sample], targets: tuple[str, ...]) -> str | None:
-        """Return why a row would have another gradient than its samples, in words; None if it has theirs.
+    def _off_in_rows(self, samples: Sequence[Sample], targets: tuple[str, ...]) -> str | None:
+        """Return how far the gradient of a row is from that of its samples, in words; None for rounding.
 
         A few tokens of some samples run by themselves and in a row, and in two rows that differ in the first sample,
         which has no targets: all of it as parts of training run, and nothing of it stays.
+
+        Raises:
+            NoRowError: If samples cannot lie end to end.
         """
         kind, ranks, model = self.kind, self._parallel.ranks, self._trainer.model
         if has_decoder(model):
-            return "it has an encoder and a decoder"
+            raise NoRowError("it has an encoder and a decoder")
         if kind.of == "samples":
-            return f"its loss is {kind}, and a row has tokens"
+            raise NoRowError(f"its loss is {kind}, and a row has tokens")
         if self._length is None:
-            return "the tokens of a sample are not known"
+            raise NoRowError("the tokens of a sample are not known")
+        if getattr(self._trainer, "neftune_noise_alpha", None) is not None:
+            raise NoRowError("neftune_noise_alpha scales noise by the length of a row")
         row = row_of(collated(samples, self.collate))
         targets = tuple(key for key in targets if key in row.inputs and "shift_labels" not in row.inputs)
         pieces = pieces_of(row, kind.key)
         if not pieces:
-            return "no sample has targets"
+            raise NoRowError("no sample has targets")
         batches, watch, parameters = [piece.alone() for piece in pieces], Watch(), self.parameters()
         numbers = [kind.count(batch, 1) for batch in batches]
         total = sum(numbers)
@@ -277,12 +283,15 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         ]
         off, rounding = error([watched], [watched] if DRY_RUN in os.environ else alone)  # in one, all values are zero
         if ranks.any((why := watch.why_not(model)) is not None):
-            return why or "on another rank, a row is another"
+            raise NoRowError(why or "on another rank, a row is another")
         if off > rounding:
             return f"the gradient of a row is {100 * min(off, 1):.2g} % off that of its samples"
         rows = with_another_first(pieces, model, kind.key)
         number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
-        leak, rounding = error(*([in_row(row, number, self._attention.within)] for row in rows))
+        carried = Carried(model)
+        leak, rounding = error(*([in_row(row, number, partial(carried.on, self._attention))] for row in rows))
+        if ranks.any((name := carried.module()) is not None):
+            raise NoRowError(f"{name or 'a module'} carries a sample over into the next")
         if leak > rounding / 4:  # of experts, which get other numbers of tokens; elsewhere the two are equal
             return f"a sample changes the gradient of those after it by {100 * min(leak, 1):.2g} %"
         return None

@@ -80,6 +80,27 @@ def test_the_gradient_is_that_of_one_sample_at_a_time_whatever_the_architecture(
     assert "samples_end_to_end" not in transformers.AttentionInterface().valid_keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "in_rows"), [("FalconH1", False), ("Roberta", False), ("GptOss", True), ("Llama", True)]
+)
+def test_what_is_carried_over_is_found_in_bfloat16_where_rounding_is_larger_and_experts_are_not_taken_for_it(
+    name: str, in_rows: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=WHY)
+    samples = trainers.make_data(6, 20)
+    trainer = make_trainer(tmp_path, auto(), model=architectures.make(name).bfloat16(), data=samples)
+    assert step_of(trainer, samples).in_rows == in_rows
+    if name == "FalconH1":
+        assert "Mixer) carries a sample over into the next" in caplog.text
+
+
+def test_noise_that_is_scaled_by_the_length_of_a_row_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger=WHY)
+    samples = trainers.make_data(6, 20)
+    assert not step_of(make_trainer(tmp_path, auto(), data=samples, neftune_noise_alpha=5.0), samples).in_rows
+    assert "padding, in forwards of similar length: neftune_noise_alpha scales noise" in caplog.text
+
+
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 1}
 
 
