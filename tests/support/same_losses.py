@@ -275,8 +275,10 @@ def run(kind: Kind, inputs: Path, output_dir: Path) -> dict[str, Any]:
     """Run a recipe of the tree that lies in the working directory, and return what it left behind."""
     recipe = importlib.import_module(f"recipes.{kind.recipe}")
     if kind.config == "ppo":
+        from tests.conftest import ARCHITECTURE
         from tests.support.ppo import config_of, save_reward_model
 
+        ARCHITECTURE.update(SMALL)  # of the model in the inputs; those of tests have had other sizes
         save_reward_model(inputs)
         config, settings = output_dir / "config.yaml", []
         overrides = OmegaConf.from_dotlist([*kind.overrides])

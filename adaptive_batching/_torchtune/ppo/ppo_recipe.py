@@ -93,6 +93,3 @@ class AdaptivePPO(AdaptiveBatching):
         if self._settings.enabled and self._resume_from_checkpoint:
             checkpoints.take_value_model_of(policy, value)
         return super()._setup_checkpointers(policy, ref_policy, value, reward)  # type: ignore[misc]
-
-    def _state_to_store(self) -> dict[str, Any] | None:
-        return None if self._session is None else self._session.state_dict(self._steps_run)

@@ -67,6 +67,7 @@ class PPOSession:
         self.stock, self.host, self.run, self.settings, self.increase = stock, host, run, settings, increase
         self.split_policy = SplitPolicy(is_stock=report is None)
         self.settled: Settled | None = None  # with all fields unset
+        self._training: TrainingRun | None = None  # until it begins
         self._report, self._stored = report, stored
         self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
         self._rollout_rows: int | None = None  # trajectories that fit in a forward of a rollout, if probed
@@ -177,7 +178,7 @@ class PPOSession:
         split_policy, settled = self.split_policy, self.settled
         schedule = StockSchedule(host, run, stock.total_rollouts) if settled is None else settled.growth
         watchers = [*watchers] if self._report is None else [self._report, *watchers]
-        training = TrainingRun(host, run, hooks, schedule, settings, watchers)
+        self._training = training = TrainingRun(host, run, hooks, schedule, settings, watchers)
         recovers = settings.recover_from_oom
 
         # Checkpointing of activations saves nothing where none are kept.
@@ -196,11 +197,11 @@ class PPOSession:
         if self.settled is not None:
             self.settled.note_random_state()
 
-    def state_dict(self, global_step: int) -> dict[str, Any] | None:
-        """Return what a checkpoint holds after ``global_step`` rollouts; None with all fields unset, as in stock."""
-        if self.settled is None:
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a checkpoint that is saved now holds; None with all fields unset, as in stock."""
+        if self.settled is None or self._training is None:
             return None
-        state = self.settled.state_dict(global_step)
+        state = self.settled.state_dict(self._training.global_step)
         state["rollout_limit"] = self._rollout_limit.state_dict()
         if self.host.backward_optimizers is not None:  # of these stock stores those of the value model alone
             state["policy_optimizers"] = [optimizer.state_dict() for optimizer in self._policy_optimizers()]

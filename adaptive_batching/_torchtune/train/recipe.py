@@ -47,7 +47,7 @@ class SettledRun(Protocol):
 
     def note_random_state(self) -> None: ...
 
-    def state_dict(self, global_step: int) -> dict[str, Any] | None: ...
+    def state_dict(self) -> dict[str, Any] | None: ...
 
 
 class AdaptiveBatching:
@@ -253,7 +253,7 @@ class AdaptiveBatching:
         return loaders if isinstance(loaders, tuple) else (None, loaders)
 
     def _state_to_store(self) -> dict[str, Any] | None:
-        return None if self._session is None else self._session.state_dict(self.global_step)
+        return None if self._session is None else self._session.state_dict()
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]

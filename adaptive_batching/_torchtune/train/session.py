@@ -67,6 +67,7 @@ class Session:
         self.split_policy = SplitPolicy(is_stock=report is None)
         self._report, self._stored, self._held_out = report, stored, held_out
         self.settled: Settled | None = None  # with all fields unset
+        self._training: TrainingRun | None = None  # until it begins
         self._explored: int | str | None = None
         self._validation_limit = TokenLimit()
 
@@ -122,7 +123,7 @@ class Session:
         split_policy, settled = self.split_policy, self.settled
         schedule = StockSchedule(host, run) if settled is None else settled.growth
         watchers = [*watchers] if self._report is None else [self._report, *watchers]
-        training = TrainingRun(host, run, hooks, schedule, settings, watchers)
+        self._training = training = TrainingRun(host, run, hooks, schedule, settings, watchers)
         recovers = settings.recover_from_oom
 
         splitter = Splitter(host, split_policy, learns=schedule.decides_in_training)
@@ -148,11 +149,11 @@ class Session:
         if self.settled is not None:
             self.settled.note_random_state()
 
-    def state_dict(self, global_step: int) -> dict[str, Any] | None:
-        """Return what a checkpoint holds after ``global_step`` steps; None with all fields unset, as in stock."""
-        if self.settled is None:
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a checkpoint that is saved now holds; None with all fields unset, as in stock."""
+        if self.settled is None or self._training is None:
             return None
-        state = self.settled.state_dict(global_step)
+        state = self.settled.state_dict(self._training.global_step)
         return state | {"explored": self._explored, "validation_limit": self._validation_limit.state_dict()}
 
     @functools.cached_property
