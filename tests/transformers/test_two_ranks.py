@@ -34,7 +34,7 @@ def ranks(folder: Path) -> list[Found]:
     return run_ranks(two_ranks.run_all, folder, two_ranks.runs(), folder=folder)
 
 
-def of_run(name: str, ranks: list[Found]) -> Mapping[str, Any]:
+def of_run(name: str, ranks: Sequence[Found]) -> Mapping[str, Any]:
     """Return what the first rank has found, when both have the same weights."""
     if name.split()[-1] in two_ranks.OF_TRL:
         pytest.importorskip("trl", reason="trl is not installed")
