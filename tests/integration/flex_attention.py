@@ -85,7 +85,7 @@ def main() -> None:
         run(loop)
         in_training.append(compiled - before)
 
-    TrainingLoop.run = count_compiled  # type: ignore[method-assign, assignment]
+    TrainingLoop.run = count_compiled  # type: ignore[assignment, method-assign]
     runs = json.loads(sys.argv[1])
     for arguments in runs:
         torch._dynamo.reset()

@@ -18,7 +18,7 @@ from adaptive_batching._values import ByLength, Fixed
 from adaptive_batching.torchtune import AdaptiveBatching
 from tests.conftest import TuneRun, assert_close
 from tests.integration.faults import disarm, plan
-from tests.support.overrides import SGD
+from tests.support.overrides import SGD, WIDE
 from tests.support.records import events
 
 AUTO = ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB", "epochs=1"]
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, list[str]]] = {
     ),
     "lora": ("lora", ["model.lora_dropout=0.0"]),
     "lora, checkpointed": ("lora", ["model.lora_dropout=0.0", "enable_activation_checkpointing=True"]),
-    "preferences": ("lora_dpo", ["loss.beta=2.0", "model.lora_dropout=0.0"]),
+    "preferences": ("lora_dpo", [*WIDE, "loss.beta=2.0", "model.lora_dropout=0.0"]),
     "distillation": ("kd", ["model.lora_dropout=0.0"]),
 }  # fmt: skip
 

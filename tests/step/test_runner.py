@@ -98,6 +98,27 @@ def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
         assert limit.max_tokens == (16 if rises else 8), "half of 16, until a clean step doubles it"
 
 
+def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    """As where another program takes more and more of the device."""
+    fits, recoveries = 8, []
+
+    def run(samples: Sequence[int]) -> None:
+        if len(samples) > fits:
+            raise torch.OutOfMemoryError()
+
+    runner = StepRunner(ToyWork(run), TokenLimit())
+    for _ in range(3):
+        runner.begin()
+        runner.add([8] * 16)
+        runner.end()
+        recoveries.append(runner.num_recoveries)
+        fits //= 2
+    # First half; then what has fitted before runs as it was, with an eighth less, and with half of that; then so again,
+    # but that an eighth less is enough.
+    assert recoveries == [1, 4, 6]
+    assert caplog.text.count("training crawls. ") == caplog.text.count(", or train less") == 1
+
+
 class OnDevice(ToyWork):
     """Samples of these lengths on a model of a device, split by length."""
 
