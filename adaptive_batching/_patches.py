@@ -44,6 +44,7 @@ PRIVATE = {
     "torch.cuda.memory._record_memory_history": "records allocations, for stock's profiler and a dry run",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "knows checkpointed layers",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": "lets a rank issue collectives for others",
+    "torchtune.models.gemma2._attention.Gemma2Attention": "caps its scores, so that it runs sample by sample in a row",
     "torchtune._cli.run.Run": "is a command that is extended",
     "torchtune._recipe_registry": "lists recipes and configs",
     "torchtune.config._errors.ConfigError": "is raised for components that do not take their arguments",
