@@ -105,7 +105,6 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere(REPORTS),
     "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(REPORTS),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
-    "PYTHONPATH=. python benchmarks/growth_quality.py": "takes more than half an hour",
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
     "adaptive-batching dry-run --gpu 4090 -- python train.py --batch-size 8": DRY_RUN,
     "adaptive-batching dry-run --gpu 4090 -- python train.py": DRY_RUN,
