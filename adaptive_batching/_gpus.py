@@ -14,7 +14,7 @@ from adaptive_batching._values import ConfigError
 class Gpu:
     name: str
     memory_gib: float
-    """What CUDA reports in total on Linux, without what error correction and the driver keep.
+    """Total memory that CUDA reports on Linux, less what error correction and the driver reserve.
 
     From out-of-memory messages ("GPU 0 has a total capacity of"), ``torch.cuda.get_device_properties`` and Ultralytics'
     first line, as people quote them in issues, logs and notebooks. Drivers differ by some 0.2 GiB, and the lowest are

@@ -66,7 +66,7 @@ WHY = {
 }
 """Why a test ends otherwise, where its error does not say so."""
 MINUTES = 5
-"""What a test may take."""
+"""Time limit of a test."""
 NOT_RUN: list[str] = []
 """Files of tests that have not run in all modes."""
 ENDED: list[float] = []

@@ -15,7 +15,7 @@ from adaptive_batching._step.forward_cost import ForwardCost
 def time_epoch(recipe: Any) -> dict[str, Any]:
     """Train; return the seconds of that, its checkpoint included, what :class:`Noted` has noted, and the peak.
 
-    Seconds of the processor say more where something else runs beside it.
+    If other programs are running, processor seconds are more reliable.
     """
     noted, meter = Noted(recipe), memory_meter(recipe._device)
     meter.release()

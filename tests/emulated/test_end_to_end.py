@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
 
 
 def asked(run: Callable[[], Any]) -> tuple[control.Counters, int]:
-    """What ``run`` asks of the device the second time, and the bytes that it takes at its peak."""
+    """Calls that the second ``run`` makes to the device, and its peak memory in bytes."""
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         held, before = torch.cuda.memory_allocated(), control.counters()

@@ -66,7 +66,7 @@ class TrainingLoop:
 
     def _run_epoch(self, epoch: int) -> None:
         host, run, batch_schedule = self._host, self._run, self._schedule.batch_schedule
-        batches = 0  # of the window that this epoch began: stock counts anew, and keeps the gradients of an open one
+        batches = 0  # in this epoch's window: like stock, count from zero and keep the gradients of an unfinished one
         if self._schedule.adapts:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         total, before = batch_schedule.steps_per_epoch, batch_schedule.steps_in_epoch

@@ -1,4 +1,4 @@
-"""What a run has settled on before it trains: refused where it cannot be, recorded, saved and put back."""
+"""Decisions that a run makes before training: checked, recorded, saved in checkpoints and restored from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Settled:
-    """What a run has settled on before it trains; its checkpoints hold it, as it is by then."""
+    """Decisions that a run has made before training. Each checkpoint holds their state at that moment."""
 
     host: Host
     run: StockRun
