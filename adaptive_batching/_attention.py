@@ -12,6 +12,7 @@ Lengths are numbers on the host, so that nothing here waits for a device.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -143,7 +144,7 @@ def sample_by_sample(bounds: SampleBounds, *tensors: torch.Tensor) -> Iterator[t
     A trace takes its operations to be the same whatever the number of samples: it gets them as a batch of alike ones,
     which have as many tokens and take as much memory.
     """
-    longest, tokens = bounds.longest, bounds.tokens
+    longest, tokens = bounds.longest, bounds.tokens  # a trace's class is private to torch, and known by its name
     if type(tensors[0]).__name__ == "FakeTensor" and tokens > longest and tokens % longest == 0:
         yield tuple(torch.unflatten(tensor.squeeze(0), 1, (-1, longest)).transpose(0, 1) for tensor in tensors)
     else:
@@ -182,8 +183,6 @@ def _fused(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tens
 @functools.cache
 def _varlen_attn() -> Callable[..., Any] | None:
     """Return torch's kernel, of 2.11 and later."""
-    import inspect
-
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

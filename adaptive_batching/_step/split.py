@@ -16,6 +16,7 @@ Split = list[list[int]]  # parts, of indices into the samples; together they hol
 # Fixed cost of a forward and backward, in tokens, until it has been measured: launching the kernels of a model takes
 # some tens of milliseconds, in which the device could compute some hundreds of tokens more.
 FORWARD_COST = 512
+_IN_LAST_PLACE = 16  # samples at the most
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
@@ -147,6 +148,16 @@ def split_end_to_end(lengths: Sequence[int], max_tokens: int) -> Split:
         if all(tokens <= max_tokens for tokens, _, _ in parts):
             return alone + [part for _, _, part in sorted(parts, key=lambda each: (-each[0], each[1]))]
         count += 1
+
+
+def in_last_place(tokens: int, shortest: int) -> list[int]:
+    """Return lengths that a probe lays end to end where the last of the longest samples would lie, of as many tokens.
+
+    So rows of a probe have samples of unlike lengths, as rows of training do. None is below ``shortest``, unless that
+    is more than ``tokens``; they are nearly alike, and few, as each takes time on a CPU.
+    """
+    number = max(min(_IN_LAST_PLACE, tokens // max(shortest, 1)), 1)
+    return [(tokens + index) // number for index in range(number)]
 
 
 def in_few_sizes(split: Split, known: Set[int], max_sizes: int) -> Split:

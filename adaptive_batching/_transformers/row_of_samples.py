@@ -2,9 +2,9 @@
 
 The row is made of what the user's collate function returns, so that tokens, labels and all else are those of the padded
 batch. Attention goes through transformers' registry, under a name that configs have while a row runs, forward and
-backward. Where the samples lie is kept beside the model, not passed through it: wrappers and models drop arguments that
-they do not know, and checkpointed layers run again in a backward pass, on CUDA in a thread of its own. Which models
-compute a row as they do its samples is measured, not listed.
+backward. The model is not told where the samples lie; the attention looks it up: wrappers and models drop arguments
+that they do not know, and checkpointed layers run again in a backward pass, on CUDA in a thread of its own. Which
+models compute a row as they do its samples is measured, not listed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from adaptive_batching._attention import SampleBounds, attend_within_samples, sample_by_sample
+from adaptive_batching._step.split import in_last_place
 
 NAME = "samples_end_to_end"
 """Of the attention, in configs, while a row runs."""
@@ -56,12 +57,10 @@ class Row:
     counted: Mapping[str, Any]
     """The batch that it was made of, with the same targets, to count them."""
 
-    def cut_again(self, pieces: int, targets: Sequence[str]) -> Row:
-        """Return the row with its last sample cut into so many, as nearly alike as possible."""
+    def cut_again(self, shortest: int, targets: Sequence[str]) -> Row:
+        """Return the row with its last sample cut into several, as :func:`in_last_place` says."""
         *others, last = self.bounds.lengths
-        pieces = max(min(pieces, last), 1)
-        lengths = [*others, *((last + number) // pieces for number in range(pieces))]
-        bounds = SampleBounds(lengths)
+        bounds = SampleBounds([*others, *in_last_place(last, shortest)])
         inputs = {**self.inputs, "position_ids": bounds.positions()}
         return Row(_without_first(inputs, bounds, targets), bounds, self.counted)
 
@@ -202,12 +201,9 @@ def _attend_by_the_file(
     files = (sys.modules[each.__module__] for each in type(module).__mro__)
     attention = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
     outputs = []
+    seen_in_longest = _running.band(row[0], window or _running.longest, causal=causal)
     for query, key, value in sample_by_sample(_running, *row):
-        length = query.shape[2]
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        seen = seen.tril() if causal else seen
-        if window is not None:
-            seen = seen.triu(1 - window) if causal else seen.triu(1 - window).tril(window - 1)
+        seen = seen_in_longest[: query.shape[2], : query.shape[2]]
         mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
         given = {**others, "scaling": scaling, "dropout": dropout, "sliding_window": window}
         outputs.append(attention(module, query, key, value, mask[None, None], **given)[0].flatten(0, 1))

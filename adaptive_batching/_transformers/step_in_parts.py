@@ -198,9 +198,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return batch, None
         return row.counted, row
 
-    def cut_again(self, row: Row, pieces: int) -> Row:
+    def cut_again(self, row: Row, shortest: int) -> Row:
         """Return a row whose last sample is several, for a probe."""
-        return row.cut_again(pieces, self._targets)
+        return row.cut_again(shortest, self._targets)
 
     def _lay_end_to_end(self, samples: Sequence[Sample]) -> None:
         """Have samples laid end to end if the model computes the same; leave a line that says why not, or that so."""

@@ -35,8 +35,6 @@ from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._unused_memory import little_to_collect
 
-_PIECES = 16  # samples of a row that are shorter than the longest
-
 _FORWARDS = ("forward", "_original_forward")
 """Attributes of a model by which Accelerate casts what goes in and comes out.
 
@@ -105,7 +103,7 @@ def probe(
             if row is None:
                 return batch, None, size
             if size > 1:
-                row = step.cut_again(row, min(_PIECES, row.bounds.longest // max(step.tokens([shortest]), 1)))
+                row = step.cut_again(row, step.tokens([shortest]))
             return row.inputs, row.bounds, size
 
         traced = TrainingStep(

@@ -32,15 +32,19 @@ class RowSeams:
     """Where models are entered so that they take rows of samples, and all else as before."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.attended = 0  # calls of attention within samples, while it is watched
         self._seams: list[tuple[nn.Module, str, Any]] = []
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, TransformerDecoder):
                 self._seams.append((module, "_validate_inputs", _longest_is_valid(module._validate_inputs)))
             elif isinstance(module, MultiHeadAttention):
-                self._seams.append((module, "_attention_call", self._within_samples(module)))
+                self._seams.append((module, "_attention_call", _within_samples(module)))
             elif isinstance(module, Gemma2Attention):  # caps its scores
-                self._seams.append((module, "forward", self._sample_by_sample(module.forward)))
+                self._seams.append((module, "forward", _sample_by_sample(module.forward)))
+
+    @property
+    def has_attention(self) -> bool:
+        """True if any of the models has an attention that can stay within samples."""
+        return any(name != "_validate_inputs" for _, name, _ in self._seams)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -57,27 +61,25 @@ class RowSeams:
                 else:
                     vars(module)[name] = function
 
-    def _within_samples(self, module: MultiHeadAttention) -> Callable[..., torch.Tensor]:
-        stock, causal = module._attention_call, module.is_causal
 
-        def attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
-            if not isinstance(mask, SampleBounds):
-                return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)  # type: ignore[no-any-return]
-            self.attended += 1
-            return attend_within_samples(  # type: ignore[no-any-return]
-                q, k, v, mask, causal=causal, dropout=dropout_p
-            )
+def _within_samples(module: MultiHeadAttention) -> Callable[..., torch.Tensor]:
+    stock, causal = module._attention_call, module.is_causal
 
-        return attention
+    def attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
+        if not isinstance(mask, SampleBounds):
+            return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)  # type: ignore[no-any-return]
+        return attend_within_samples(q, k, v, mask, causal=causal, dropout=dropout_p)  # type: ignore[no-any-return]
 
-    def _sample_by_sample(self, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def forward(x: Any, y: Any, *, mask: Any = None, input_pos: Any = None) -> torch.Tensor:
-            if not isinstance(mask, SampleBounds):
-                return stock(x, y, mask=mask, input_pos=input_pos)
-            self.attended += 1
-            return torch.cat([stock(sample, sample) for sample in x.split(mask.lengths, 1)], 1)
+    return attention
 
-        return forward
+
+def _sample_by_sample(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(x: Any, y: Any, *, mask: Any = None, input_pos: Any = None) -> torch.Tensor:
+        if not isinstance(mask, SampleBounds):
+            return stock(x, y, mask=mask, input_pos=input_pos)
+        return torch.cat([stock(sample, sample) for sample in x.split(mask.lengths, 1)], 1)
+
+    return forward
 
 
 def _longest_is_valid(stock: Callable[..., None]) -> Callable[..., None]:
@@ -115,6 +117,8 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
         return (torch.cat(values, 1) if isinstance(values, list) else values).detach().double().cpu()
 
     seams = RowSeams([model])
+    if not seams.has_attention:
+        return "has an attention of its own"
     samples = [torch.arange(1, length + 1)[None] + 7 * number for number, length in enumerate(_LENGTHS)]
     others = [samples[0].flip(1), *samples[1:]]  # the first is another sample
     bounds = SampleBounds(_LENGTHS)
@@ -123,16 +127,19 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
     in_row = partial(output, mask=bounds, input_pos=bounds.positions().to(device))
     with seams.open():
         row, another = in_row(torch.cat(samples, 1)), in_row(torch.cat(others, 1))
-    if seams.attended == 0:
-        return "has an attention of its own"
     if not torch.equal(row[:, _LENGTHS[0] :], another[:, _LENGTHS[0] :]):
         return "has samples of a row change those after them"
-    eps = torch.finfo(next(model.parameters()).dtype).eps
+    eps = torch.finfo(dtype_of(model)).eps
     noise = max(_off(few[None, : one.shape[1]], one) for few, one in zip(padded, alone, strict=True))
     off = max(map(_off, torch.split(row, list(_LENGTHS), 1), alone))
     if off > max(_TIMES_PADDING * noise, _STEPS * eps):
         return f"computes a row with a difference of {off:.1e}, where padding makes one of {noise:.1e}"
     return None
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the type that a model computes in: that of the first of its parameters that are no integers."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:

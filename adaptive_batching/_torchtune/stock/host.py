@@ -99,6 +99,10 @@ class Host:
     def steps_in_backward(self) -> bool:
         return self.backward_optimizers is not None
 
+    def taking_rows(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the models take rows of samples, if they do at all."""
+        return contextlib.nullcontext() if self.rows is None else self.rows.open()
+
     @property
     def models(self) -> list[nn.Module]:
         return [self.model, *self.objective.frozen_models]

@@ -85,7 +85,7 @@ class NextToken(Objective):
         }
 
     @property
-    def lays(self) -> bool:  # type: ignore[override]
+    def lays(self) -> bool:
         return _function_of(self._collate) is padded_collate_sft
 
     def size_in_row(self, sample: Sample) -> int:
@@ -287,7 +287,7 @@ class Preferences(Objective):
         return {"tokens": tokens, "labels": labels}
 
     @property
-    def lays(self) -> bool:  # type: ignore[override]
+    def lays(self) -> bool:
         return _function_of(self._collate) is padded_collate_dpo
 
     def size_in_row(self, sample: Sample) -> int:

@@ -85,9 +85,6 @@ class Objective(ABC):
     saves_memory_by: frozenset[str] = frozenset({"offloading", "lora"})
     """Ways to save memory that recipes of this kind have, besides checkpointing of activations."""
 
-    lays = False
-    """True if samples can be laid end to end, without padding."""
-
     _activations: Activations = contextlib.nullcontext()
     _is_stock = True
 
@@ -129,6 +126,11 @@ class Objective(ABC):
         return min(samples, key=lambda sample: len(self.tokens(sample)))
 
     # A forward
+
+    @property
+    def lays(self) -> bool:
+        """True if samples can be laid end to end, without padding."""
+        return False
 
     @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> Batch:

@@ -37,7 +37,7 @@ def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> S
     several ranks, the sums are those of all ranks.
     """
     to_device(batch, host.device)
-    with contextlib.nullcontext() if host.rows is None else host.rows.open():
+    with host.taking_rows():
         loss, sums = host.objective.loss(host.model, batch, weight)
         if host.steps_in_backward and host.ranks.size > 1:
             sums = sum_over_ranks(sums.map(torch.clone), host.ranks)  # copies: backward needs the loss's own values

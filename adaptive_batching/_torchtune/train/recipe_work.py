@@ -102,7 +102,9 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
         return "" if number is None else f"number {number} of {self.dataset} (the first is 0)"
 
     def unit(self, part: MicroBatch) -> str:
-        return "padded tokens" if self._host.objective.is_text(part.samples[0]) else "samples"
+        if not self._host.objective.is_text(part.samples[0]):
+            return "samples"
+        return "tokens" if part.is_row else "padded tokens"
 
     def shorter(self, part: MicroBatch) -> str:
         sample = part.samples[0]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from dataclasses import replace
-from itertools import islice
 
 import torch
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._evidence import perturbed
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
-from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
+from adaptive_batching._torchtune.stock.end_to_end import RowSeams, dtype_of, why_not_in_rows
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Batch
 from adaptive_batching._torchtune.train.gradients import to_device
@@ -27,7 +26,9 @@ _ROUNDING, _ROUNDING_OF_HALF = 1e-4, 0.1  # of a loss; that of preferences is a 
 
 def lay_end_to_end(host: Host) -> Host:
     """Return ``host`` with models that take samples end to end in one row, or say why samples are padded."""
-    if is_packed(host.loader.dataset) or not host.objective.is_text(host.loader.dataset[0]):
+    with unchanged_random_state(host.device):  # from which data may draw
+        first = host.loader.dataset[0]
+    if is_packed(host.loader.dataset) or not host.objective.is_text(first):
         return host  # packs are rows, and what images take is not known
     if not host.objective.lays:
         why: str | None = f"{host.name} collates by a function of its own"
@@ -35,7 +36,8 @@ def lay_end_to_end(host: Host) -> Host:
         why = "layers are divided among devices"
     else:
         why = why_not_in_rows(host.models) or _why_not_its_loss(host)
-    if why is not None:
+    if host.ranks.any(why is not None):
+        why = why or "on another rank a row is another"
         log.info("samples of similar length are padded, as they cannot lie end to end: %s", why)
         return host
     return replace(host, rows=RowSeams(host.models))
@@ -44,9 +46,10 @@ def lay_end_to_end(host: Host) -> Host:
 def _why_not_its_loss(host: Host) -> str | None:
     """Return why the loss of a row is not that of its samples, in words; None if it is."""
     objective, name = copy.copy(host.objective), type(host.objective).__name__
-    some = [host.loader.dataset[index] for index in range(min(_TO_LOOK_AT, len(host.loader.dataset)))]
-    learned = sorted((each for each in some if objective.counts([each]).terms), key=objective.size_in_row)
-    samples: list[Sample] = list(islice(learned, 2))
+    with unchanged_random_state(host.device):
+        some = [host.loader.dataset[index] for index in range(min(_TO_LOOK_AT, len(host.loader.dataset)))]
+    learned = (sample for sample in some if objective.counts([sample]).terms)
+    samples: list[Sample] = sorted(learned, key=objective.size_in_row)[:2]
     if len(samples) < 2:
         return None  # an audit in training would see it
 
@@ -54,9 +57,12 @@ def _why_not_its_loss(host: Host) -> str | None:
         to_device(batch, host.device)
         return float(objective.loss(host.model, batch, float(terms))[1].loss)
 
-    stack = contextlib.ExitStack()
-    with rehearsal(host.models, host.device), torch.no_grad(), torch.compiler.set_stance("force_eager"), stack:
-        stack.enter_context(perturbed(host.model.parameters()))  # a policy that equals its reference tells nothing
+    with (
+        rehearsal(host.models, host.device),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        perturbed(host.model.parameters()),  # a policy that equals its reference tells nothing
+    ):
         for model in host.models:
             model.eval()
         objective.begin_step(0, len(samples))
@@ -67,7 +73,7 @@ def _why_not_its_loss(host: Host) -> str | None:
                 row = loss(objective.lay(samples), sum(terms))
             except Exception as error:  # of an objective that nobody here has seen
                 return f"{name} fails on a row ({type(error).__name__}: {first_line(error)})"
-    is_half = torch.finfo(next(host.model.parameters()).dtype).bits < 32
+    is_half = torch.finfo(dtype_of(host.model)).bits < 32
     if abs(row - alone) > (_ROUNDING_OF_HALF if is_half else _ROUNDING) * abs(alone):
         return f"{name} has a loss of {row:.6g} for a row of two samples that have {alone:.6g}"
     return None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module
+from adaptive_batching._step.split import in_last_place
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams
@@ -27,8 +28,6 @@ from adaptive_batching._torchtune.train.recipe_work import run_once
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
 Note = Callable[[int, float], None]
-
-_SHORTER = 16  # samples in place of one of the longest, in a row of the probe
 
 
 def training_step(
@@ -141,10 +140,9 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 
 def _last_of_row(objective: Objective, sample: Sample, num_samples: int) -> list[Sample]:
     """Return samples for the last of ``num_samples`` places in a row, of unlike lengths, as those of training are."""
-    size = objective.size_in_row(sample)
-    number = 1 if num_samples == 1 else min(_SHORTER, max(size // SHORT, 1))
-    lengths = [size * (index + 1) // number - size * index // number for index in range(number)]
-    shorter = [objective.stretch(sample, length) for length in lengths]
+    if num_samples == 1:
+        return [sample]
+    shorter = [objective.stretch(sample, length) for length in in_last_place(objective.size_in_row(sample), SHORT)]
     return [sample if part is None else part for part in shorter]
 
 

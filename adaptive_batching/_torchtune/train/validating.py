@@ -133,7 +133,7 @@ class ValidationWork(RecipeWork[list[Sample], Sums]):
         objective = self._host.objective
         batch = batch_of(objective, part)
         to_device(batch, self._host.device)
-        with contextlib.nullcontext() if self._host.rows is None else self._host.rows.open():
+        with self._host.taking_rows():
             _, sums = objective.loss(self._host.model, batch, part.weight)
         end_forward(self._host.models)
         return replace(sums, tokens=torch.full_like(sums.tokens, part.num_tokens or 0))
