@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.stock.objective import Batch, Sums
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
+from adaptive_batching._torchtune.train.rows import lay_end_to_end
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._values import ByLength, Fixed
 from adaptive_batching.torchtune import AdaptiveBatching
 from tests.conftest import TuneRun, assert_close
 from tests.integration.faults import disarm, plan
+from tests.support.hosts import loader_of
 from tests.support.overrides import SGD, WIDE
 from tests.support.records import events
 
@@ -110,6 +114,40 @@ def test_a_row_that_runs_out_of_memory_runs_again_in_smaller_ones(
     disarm()
     assert "running the step's samples again" in caplog.text
     assert_close(recovered, undisturbed, epoch=0)
+
+
+class Drawing(list[Sample]):
+    """Data that draw random numbers, as augmentation does."""
+
+    def __getitem__(self, index: Any) -> Any:
+        torch.rand(1)
+        return super().__getitem__(index)
+
+
+def test_finding_out_about_rows_leaves_random_numbers_gradients_and_weights_alone(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[bool] = []
+
+    class Looks:
+        """In place of the training loop."""
+
+        def __init__(self, training: TrainingRun, *arguments: Any, **named: Any) -> None:
+            self.host = training.host
+
+        def run(self) -> None:
+            data = Drawing([self.host.loader.dataset[index] for index in range(8)])
+            weights = [parameter.clone() for parameter in self.host.model.parameters()]
+            before = torch.get_rng_state()
+            found = lay_end_to_end(replace(self.host, rows=None, loader=loader_of(data)))
+            assert torch.equal(torch.get_rng_state(), before)
+            assert all(map(torch.equal, self.host.model.parameters(), weights))
+            assert all(parameter.grad is None for parameter in self.host.model.parameters())
+            looked.append(found.rows is not None)
+
+    monkeypatch.setattr("adaptive_batching._torchtune.train.session.TrainingLoop", Looks)
+    tune_run("full", *AUTO)
+    assert looked == [True]
 
 
 class NotOfRows(NextToken):
