@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -77,3 +79,11 @@ def make(name: str) -> Any:
     torch.manual_seed(0)
     heads = (f"{_NAMED_OTHERWISE.get(name, name)}{head}" for head in _HEADS[name not in _OTHERS])
     return next(getattr(transformers, head) for head in heads if hasattr(transformers, head))(config)
+
+
+def has_moved(name: str, model: Any) -> bool:
+    """Tell whether layers that attend by themselves in one version of transformers use its interface in this one."""
+    reason, _ = PADDED.get(name, ("", {}))
+    return reason.startswith("0 of 2") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(
+        sys.modules[type(model).__module__]
+    )

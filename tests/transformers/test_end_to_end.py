@@ -71,13 +71,15 @@ def test_the_gradient_is_that_of_one_sample_at_a_time_whatever_the_architecture(
     scale = max(float(torch.stack([value.norm() for value in expected.values()]).norm()), 1e-12)
     off = torch.stack([(found[key] - expected[key]).norm() for key in expected]).norm()
     assert off <= 1e-6 * scale
+    assert [each and each._attn_implementation for each in implementations] == before, "nothing stays in configs"
+    assert "samples_end_to_end" not in transformers.AttentionInterface().valid_keys()
+    if architectures.has_moved(name, model):
+        return
     assert step.in_rows == (name in architectures.END_TO_END)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert len(said) == 1, "a line says which"
     if not step.in_rows:
         assert architectures.PADDED[name][0] in said[0], said[0]
-    assert [each and each._attn_implementation for each in implementations] == before, "nothing stays in configs"
-    assert "samples_end_to_end" not in transformers.AttentionInterface().valid_keys()
 
 
 @pytest.mark.parametrize(
