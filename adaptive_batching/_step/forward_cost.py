@@ -74,6 +74,62 @@ class ForwardCost:
         self._recent.extend((tokens, seconds) for tokens, seconds in state["recent"])
 
 
+class RowSize:
+    """Tokens of a row of samples end to end: doubled from step to step while that is faster, by each token's time.
+
+    Longer rows have fewer fixed costs, but on a CPU they leave its caches, and anywhere they take more memory: one that
+    gains less than ``_GAIN`` is not worth it. A size counts by the faster of two steps; the very first, which includes
+    one-time setup, is left out.
+    """
+
+    _PARTS = 8  # rows of the step that it begins with
+    _STEPS = 2  # at each size
+
+    def __init__(self) -> None:
+        self._size: int | None = None
+        self._most = 0  # tokens that could be a row
+        self._best: tuple[int, float] | None = None  # size, seconds per token
+        self._rates: list[float] = []  # of steps at this size
+        self._is_warm = self._is_settled = False
+        self._tokens, self._seconds = 0, 0.0  # of the forwards of a step
+
+    def tokens(self, most: int) -> int:
+        """Return the tokens that a row should have, where up to ``most`` of a step could be one."""
+        self._most = most
+        if self._size is None:
+            self._size = -(-most // self._PARTS)
+        return min(self._size, most)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take note of a forward and backward of the step."""
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def begin_step(self) -> None:
+        """Decide on the size of the next step, from those before it."""
+        if self._tokens and self._is_warm:
+            self._rates.append(self._seconds / self._tokens)
+        self._is_warm = self._is_warm or self._tokens > 0
+        self._tokens, self._seconds = 0, 0.0
+        if self._is_settled or self._size is None or len(self._rates) < self._STEPS:
+            return
+        rate, self._rates = min(self._rates), []
+        if self._best is not None and rate > (1 - _GAIN) * self._best[1]:
+            self._size, self._is_settled = self._best[0], True
+        else:
+            self._best = self._size, rate
+            self._is_settled = self._size >= self._most
+            self._size = self._size if self._is_settled else 2 * self._size
+        if self._is_settled:
+            log.info("rows of up to %d tokens are as fast as longer ones", self._size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self._size, "best": self._best, "is_settled": self._is_settled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._size, self._best, self._is_settled = state["size"], state["best"], state["is_settled"]
+
+
 class ForwardTimes:
     """Seconds of forwards and backwards by their number of samples, and what they say of larger ones."""
 

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
 
-from adaptive_batching._step.forward_cost import ForwardCost
+from adaptive_batching._step.forward_cost import ForwardCost, RowSize
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
     FORWARD_COST,
@@ -54,6 +54,7 @@ class SplitPolicy:
     samples_at_longest: int | None = None  # that are as many tokens
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
+    row_size: RowSize = field(default_factory=RowSize)
     is_stock: bool = True  # batches are not split while all fits, so that ranks need not agree
 
     @property
@@ -83,12 +84,19 @@ class Splitter:
         self._objective, self._device = host.objective, host.device
         self._split_policy = split_policy
         self._makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
+        # Ranks that measure could settle on other sizes, and would wait for the one that has the most rows.
+        self._learns_row_size = self._makes_rows and host.ranks.size == 1
         self._learns = learns or isinstance(split_policy.size, ByLength)
         # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
         self._said_that_sizes_are_few = False
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
+
+    def begin_step(self) -> None:
+        """Take note that a step begins, all of whose samples have one size of rows."""
+        if self._learns_row_size:
+            self._split_policy.row_size.begin_step()
 
     def split(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
@@ -142,10 +150,10 @@ class Splitter:
         return [size(sample) for sample in samples]
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
-        limit, rule = self.limit.max_tokens, self._split_policy.rule
-        split = split_samples(
-            self._sizes(batch), rule, limit, in_order=in_order, min_parts=min_parts, pads=not self._makes_rows
-        )
+        limit, rule, sizes = self.limit.max_tokens, self._split_policy.rule, self._sizes(batch)
+        if self._learns_row_size and rule.max_tokens is not None:
+            rule = replace(rule, max_tokens=self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens)))
+        split = split_samples(sizes, rule, limit, in_order=in_order, min_parts=min_parts, pads=not self._makes_rows)
         if (known := self._compiled_sizes) is not None:
             pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
             if len(pieces) > len(split) and not self._said_that_sizes_are_few:
@@ -194,7 +202,7 @@ class Splitter:
         if device.type == "cpu":
             start = time.perf_counter()
             yield
-            self._split_policy.cost.observe(tokens, time.perf_counter() - start)
+            self._observe(tokens, time.perf_counter() - start)
             return
         # Events are read when the step is over, so that the device is not waited for in between.
         begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
@@ -206,8 +214,13 @@ class Splitter:
     def read_timings(self) -> None:
         for tokens, begin, end in self._events:
             end.synchronize()
-            self._split_policy.cost.observe(tokens, begin.elapsed_time(end) / 1000)
+            self._observe(tokens, begin.elapsed_time(end) / 1000)
         self._events.clear()
+
+    def _observe(self, tokens: int, seconds: float) -> None:
+        self._split_policy.cost.observe(tokens, seconds)
+        if self._learns_row_size:
+            self._split_policy.row_size.observe(tokens, seconds)
 
     def forget_timings(self) -> None:
         self._events.clear()

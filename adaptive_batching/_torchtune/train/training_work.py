@@ -35,6 +35,10 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         self._schedule = schedule
         self._last: list[Sample] = []  # batch that was split
 
+    def begin(self) -> None:
+        super().begin()
+        self.splitter.begin_step()
+
     def split(self, groups: Sequence[list[list[Sample]]], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
         batches = [batch for group in groups for batch in group]
         self._last = batches[0]
