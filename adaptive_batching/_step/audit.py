@@ -15,6 +15,7 @@ from adaptive_batching._step.work import Work
 from adaptive_batching._values import DRY_RUN, ConfigError
 
 _PARTS = 16  # of a step, of which two samples are chosen
+_TIMES = 4  # as long as the other one of them should be
 
 RunParts = Callable[[Sequence[list[Any]]], bool]
 """Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
@@ -25,7 +26,7 @@ class Audit:
     """Compares the gradient of two parts with that of their union, on all ranks together.
 
     It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
-    or three samples run, the longest of a part among them, so that it costs a small part of these steps.
+    or three samples run, of unlike lengths, and short ones of these, so that it costs a small part of these steps.
 
     Args:
         work: That runs parts; its ``state`` is told when to look what a forward changes.
@@ -96,13 +97,21 @@ class Audit:
 def _of_unlike_lengths(
     parts: Sequence[list[Any]], tokens: Callable[[list[Any]], int]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return a few samples of two parts, which fit together in one, of unlike lengths if possible."""
+    """Return a sample of one part and one or two of another, which fit together in one.
+
+    They are of unlike lengths as far as possible up to ``_TIMES``, and otherwise have few tokens.
+    """
     most = max(map(tokens, parts))
     by_length = [sorted(part, key=lambda sample: tokens([sample])) for part in parts[:_PARTS]]
-    best, chosen = -1, None
+    candidates = []
     for one, other in itertools.permutations(by_length, 2):
-        for pair in ((one[-1:], other[:2]), (one[-1:], other[:1])):
-            longest, shortest = (tokens([samples[0]]) for samples in pair)
-            if longest - shortest > best and tokens([*pair[0], *pair[1]]) <= most:
-                best, chosen = longest - shortest, pair
-    return chosen
+        enough = _TIMES * tokens(other[:1])
+        longer = next((sample for sample in one if tokens([sample]) >= enough), one[-1])
+        times = tokens([longer]) / max(tokens(other[:1]), 1)
+        for shorter in (other[:2], other[:1]):
+            if (together := tokens([longer, *shorter])) <= most:
+                candidates.append((-min(times, _TIMES), -len(shorter), together, [longer], shorter))
+    if not candidates:
+        return None
+    *_, chosen_one, chosen_other = min(candidates, key=lambda candidate: candidate[:3])
+    return chosen_one, chosen_other

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from adaptive_batching._ranks.agree import ALONE, Ranks
+
 log = logging.getLogger(__name__)
 
 # Share of a step's time that is not worth a larger forward; share of a forward's time that a measurement can be off by;
@@ -75,29 +77,32 @@ class ForwardCost:
 
 
 class RowSize:
-    """Tokens of a row of samples end to end: doubled from step to step while that is faster, by each token's time.
+    """Tokens of a row of samples end to end: doubled while the time of a token falls enough, learnt while training.
 
-    Longer rows have fewer fixed costs, but on a CPU they leave its caches, and anywhere they take more memory: one that
-    gains less than ``_GAIN`` is not worth it. A size counts by the faster of two steps; the very first, which includes
-    one-time setup, is left out.
+    Longer rows have fewer fixed costs, but on a CPU they leave its caches, and anywhere they take more memory. Where a
+    forward has a fixed cost, each doubling gains half of what the one before gained: the next is tried if it should
+    gain ``_GAIN`` at least, and stays if it has. A size counts by the faster of two steps; the very first step, which
+    includes one-time setup, is left out. All ``ranks`` go up together, each from an eighth of its first step.
     """
 
-    _PARTS = 8  # rows of the step that it begins with
+    _TOKENS_AT_FIRST = 1024
+    _PARTS_AT_FIRST = 8  # of a step that has more
     _STEPS = 2  # at each size
 
     def __init__(self) -> None:
-        self._size: int | None = None
-        self._most = 0  # tokens that could be a row
-        self._best: tuple[int, float] | None = None  # size, seconds per token
+        self._size = self._TOKENS_AT_FIRST
+        self._most = 0  # tokens of the step that could be a row
+        self._rate: float | None = None  # seconds per token at half of this size
         self._rates: list[float] = []  # of steps at this size
-        self._is_warm = self._is_settled = False
+        self._is_settled = False
+        self._begun = 0  # steps
         self._tokens, self._seconds = 0, 0.0  # of the forwards of a step
 
     def tokens(self, most: int) -> int:
         """Return the tokens that a row should have, where up to ``most`` of a step could be one."""
-        self._most = most
-        if self._size is None:
-            self._size = -(-most // self._PARTS)
+        self._most = max(self._most, most)
+        if self._begun == 1 and not self._is_settled:
+            self._size = max(self._size, -(-most // self._PARTS_AT_FIRST))
         return min(self._size, most)
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -105,29 +110,35 @@ class RowSize:
         self._tokens += tokens
         self._seconds += seconds
 
-    def begin_step(self) -> None:
-        """Decide on the size of the next step, from those before it."""
-        if self._tokens and self._is_warm:
-            self._rates.append(self._seconds / self._tokens)
-        self._is_warm = self._is_warm or self._tokens > 0
-        self._tokens, self._seconds = 0, 0.0
-        if self._is_settled or self._size is None or len(self._rates) < self._STEPS:
-            return
-        rate, self._rates = min(self._rates), []
-        if self._best is not None and rate > (1 - _GAIN) * self._best[1]:
-            self._size, self._is_settled = self._best[0], True
-        else:
-            self._best = self._size, rate
-            self._is_settled = self._size >= self._most
-            self._size = self._size if self._is_settled else 2 * self._size
+    def begin_step(self, ranks: Ranks = ALONE) -> None:
+        """Decide on the size of the next step, from those before it; all ``ranks`` call this, and decide alike."""
         if self._is_settled:
-            log.info("rows of up to %d tokens are as fast as longer ones", self._size)
+            return
+        self._begun += 1
+        if self._begun > 2:
+            self._rates.append(self._seconds / max(self._tokens, 1))
+        can_grow, self._most, self._tokens, self._seconds = self._size < self._most, 0, 0, 0.0
+        if len(self._rates) < self._STEPS:
+            return
+        # The slowest rank counts, as the others wait for it.
+        rates, can = zip(*ranks.gather((min(self._rates), can_grow)), strict=True)
+        rate, self._rates = max(rates), []
+        if not any(can):
+            return
+        gain = 1.0 if self._rate is None else 1 - rate / self._rate
+        self._is_settled = gain < 2 * _GAIN
+        if gain < _GAIN:
+            self._size //= 2
+        if self._is_settled:
+            log.info("rows have up to %d tokens: longer ones would gain less than %.0f %%", self._size, 100 * _GAIN)
+        else:
+            self._rate, self._size = rate, 2 * self._size
 
     def state_dict(self) -> dict[str, Any]:
-        return {"size": self._size, "best": self._best, "is_settled": self._is_settled}
+        return {"size": self._size, "rate": self._rate, "is_settled": self._is_settled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._size, self._best, self._is_settled = state["size"], state["best"], state["is_settled"]
+        self._size, self._rate, self._is_settled = state["size"], state["rate"], state["is_settled"]
 
 
 class ForwardTimes:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from adaptive_batching import _snapshot
 from adaptive_batching._evidence import gradient_error
 from adaptive_batching._loop.samples import SampleWork, collated
 from adaptive_batching._out_of_memory import is_out_of_memory
@@ -21,7 +22,8 @@ from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
-from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.forward_cost import ForwardTimes, RowSize
+from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
@@ -113,6 +115,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.in_rows = False
         """True if samples are laid end to end here, and attention stays within each."""
 
+        self._row_size = RowSize()
+        self._timer = ForwardTimer(trainer.args.device, self._row_size.observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
         self._attention = RowAttention(trainer.model)
         self._filler_state = StepState([trainer])
@@ -144,6 +148,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._forward_backward = forward_backward
         saved = _metrics_of(self._trainer)
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
+        if self.in_rows:
+            self._timer.read()  # of the step before
+            self._row_size.begin_step(self._parallel.ranks)
         self.runner.begin()
         self.runner.add(inputs.batches)
         losses = [loss for _, loss in self.runner.end()]
@@ -315,8 +322,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
         total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run_row, batch, row, number, total, len(weighted))
-            for (batch, row), number in zip(made, numbers, strict=True)
+            partial(self._run_row, batch, row, number, total, len(weighted), part.tokens)
+            for part, (batch, row), number in zip(weighted, made, numbers, strict=True)
         ]
         runs += [self._run_filler] * (len(parts) - len(weighted))
         return [partial(self._run_alike, run) for run in runs]
@@ -345,7 +352,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if isinstance(self.size, Fixed):
             rule = SplitRule(self.size.samples, is_even=False)
         elif isinstance(self.size, ByLength):
-            if limits := [limit for limit in (self.max_tokens, max_tokens) if limit is not None]:
+            limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
+            if self.in_rows:
+                limits.append(self._row_size.tokens(min(self.tokens(together[0]), *limits)))
+            if limits:
                 rule = SplitRule(max_tokens=min(limits), forward_cost=min(self.forward_cost, *limits))
         else:
             together = list(batches)
@@ -366,9 +376,15 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
 
-    def _run_row(self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int) -> torch.Tensor:
-        with self._around(row):
+    def _run_row(
+        self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, tokens: int
+    ) -> torch.Tensor:
+        is_timed = row is not None and not _snapshot.rehearsing  # as in an audit
+        with self._around(row), self._timer.around(tokens) if is_timed else contextlib.nullcontext():
             return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
+
+    def put_back(self) -> None:
+        self._timer.forget()
 
     def _run(self, batch: Any, number: Any, total: Any, num_parts: int) -> torch.Tensor:
         trainer = self._trainer

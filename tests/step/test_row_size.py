@@ -1,4 +1,4 @@
-"""The size of rows that is fastest, by what steps have taken."""
+"""The size of rows that is worth it, by what steps have taken."""
 
 from __future__ import annotations
 
@@ -8,42 +8,59 @@ import pytest
 
 from adaptive_batching._step.forward_cost import RowSize
 
-CAPACITY = 6400
+CAPACITY = 16_384
 
 
-def settled(seconds_of: Callable[[int], float], *, first_takes: float = 1.0) -> tuple[int, list[int]]:
-    """The size of a row in the end, and those of all steps, each of which has ``CAPACITY`` tokens."""
+def sizes_of(
+    seconds_of: Callable[[int], float], *, first_takes: float = 1.0, tokens: Callable[[int], int] = lambda step: CAPACITY
+) -> list[int]:
+    """The size of a row in all steps, each of which has ``tokens``."""
     size, sizes = RowSize(), []
-    for step in range(12):
+    for step in range(14):
         size.begin_step()
-        tokens = size.tokens(CAPACITY)
-        sizes.append(tokens)
-        for _ in range(-(-CAPACITY // tokens)):
-            size.observe(tokens, seconds_of(tokens) * (first_takes if step == 0 else 1))
-        if step == 6:  # as in a run that is resumed
+        row = size.tokens(tokens(step))
+        sizes.append(row)
+        for _ in range(-(-tokens(step) // row)):
+            size.observe(row, seconds_of(row) * (first_takes if step == 0 else 1))
+        if step == 8:  # as in a run that is resumed
             state, size = size.state_dict(), RowSize()
             size.load_state_dict(state)
-    return sizes[-1], sizes
+    return sizes
 
 
 @pytest.mark.parametrize(
     ("fixed", "slower_from", "expected"),
-    [(0.0, None, 800), (1e9, None, 6400), (100.0, None, 6400), (10.0, None, 800), (200.0, 1600, 1600)],
+    [
+        (0.0, None, [2048] * 3 + [4096] * 2 + [2048] * 9),  # nothing is gained
+        (100.0, None, [2048] * 3 + [4096] * 11),  # 2.3 %, and the next would gain half of it
+        (1e9, None, [2048] * 3 + [4096] * 2 + [8192] * 2 + [16_384] * 7),
+        (500.0, 4096, [2048] * 3 + [4096] * 2 + [8192] * 2 + [4096] * 7),
+    ],
 )
-def test_rows_grow_while_that_is_faster(fixed: float, slower_from: int | None, expected: int) -> None:
+def test_rows_grow_while_that_is_faster(fixed: float, slower_from: int | None, expected: list[int]) -> None:
     def seconds(tokens: int) -> float:
         return fixed + tokens * (1.0 if slower_from is None or tokens <= slower_from else 1.5)
 
-    assert settled(seconds)[0] == expected
-    assert settled(seconds, first_takes=50)[0] == expected, "what is set up in the first step does not count"
+    assert sizes_of(seconds) == expected
+    assert sizes_of(seconds, first_takes=50) == expected, "what is set up in the first step does not count"
 
 
-def test_few_steps_try_what_is_not_faster() -> None:
-    _, sizes = settled(lambda tokens: float(tokens))
-    assert sizes == [800] * 3 + [1600] * 2 + [800] * 7
+def test_a_step_of_few_tokens_is_one_row_and_rows_grow_with_the_batch() -> None:
+    sizes = sizes_of(lambda tokens: 1e6, tokens=lambda step: 60 if step < 5 else 3000)
+    assert sizes == [60] * 5 + [1024] * 2 + [2048] * 5 + [3000] * 2
 
 
-def test_a_step_of_fewer_tokens_is_one_row() -> None:
-    size = RowSize()
-    assert size.tokens(800) == 100
-    assert size.tokens(60) == 60
+def test_ranks_go_up_together_by_the_slowest() -> None:
+    class Two:
+        """Of which this is the fast one."""
+
+        def gather(self, value: tuple[float, bool]) -> list[tuple[float, bool]]:
+            return [value, (slow.pop(0), True)]
+
+    slow, size, sizes = [1.0, 0.5, 0.5], RowSize(), []
+    for _ in range(9):
+        size.begin_step(Two())  # type: ignore[arg-type]
+        sizes.append(size.tokens(100))
+        size.observe(100, 1e-3)
+    assert not slow
+    assert size.state_dict() == {"size": 2048, "rate": 0.5, "is_settled": True}

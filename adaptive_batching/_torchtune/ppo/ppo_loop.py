@@ -135,6 +135,6 @@ class PPOLoop:
         sums = reduce(operator.add, results)
         with self._work.stepping():
             apply_gradients(self._host, sums)
-        self._work.splitter.read_timings()
+        self._work.splitter.timer.read()
         self._runner.end()
         return sums, list(parts)

@@ -99,6 +99,7 @@ def _explore(
         if round_ == len(seen):
             seen.append(next(windows))
         window, work, runner = seen[round_], works[size], runners[size]
+        work.splitter.begin_step()
         if isinstance(size, str):  # by length
             window = [[sample for batch in window for sample in batch]]
         parts = runner.filled_up([part for group in work.split([window], None) for part in group])
@@ -135,9 +136,9 @@ def _seconds(
     for parameter in host.model.parameters():
         parameter.grad = None
     if failed:
-        work.splitter.forget_timings()
+        work.splitter.timer.forget()
         return None
-    work.splitter.read_timings()
+    work.splitter.timer.read()
     return host.ranks.largest(seconds)
 
 

@@ -114,7 +114,7 @@ class TrainingLoop:
         with self._work.stepping():
             see_gradient = (lambda: None) if self._noise is None else self._noise.see_gradient
             grad_norm = apply_gradients(host, sums, see_gradient)
-        self._work.splitter.read_timings()
+        self._work.splitter.timer.read()
         self._runner.end()
         shown = schedule.take_step(sums.tokens)
         if shown is not None and self._noise is not None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-import torch
-
 from adaptive_batching._step.forward_cost import ForwardCost, RowSize
+from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
     FORWARD_COST,
@@ -81,22 +79,21 @@ class Splitter:
         self.may_differ = False
         """True if ranks may have got different numbers of parts from the last split."""
 
-        self._objective, self._device = host.objective, host.device
+        self._objective, self._ranks = host.objective, host.ranks
         self._split_policy = split_policy
         self._makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
-        # Ranks that measure could settle on other sizes, and would wait for the one that has the most rows.
-        self._learns_row_size = self._makes_rows and host.ranks.size == 1
         self._learns = learns or isinstance(split_policy.size, ByLength)
         # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
         self._said_that_sizes_are_few = False
-        self._events: list[tuple[int, torch.Event, torch.Event]] = []
+        self.timer = ForwardTimer(host.device, self._observe)
+        """Of forwards and backwards, if it learns."""
 
     def begin_step(self) -> None:
         """Take note that a step begins, all of whose samples have one size of rows."""
-        if self._learns_row_size:
-            self._split_policy.row_size.begin_step()
+        if self._makes_rows:
+            self._split_policy.row_size.begin_step(self._ranks)
 
     def split(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
@@ -151,7 +148,7 @@ class Splitter:
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
         limit, rule, sizes = self.limit.max_tokens, self._split_policy.rule, self._sizes(batch)
-        if self._learns_row_size and rule.max_tokens is not None:
+        if self._makes_rows and rule.max_tokens is not None:
             rule = replace(rule, max_tokens=self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens)))
         split = split_samples(sizes, rule, limit, in_order=in_order, min_parts=min_parts, pads=not self._makes_rows)
         if (known := self._compiled_sizes) is not None:
@@ -192,38 +189,14 @@ class Splitter:
                     left = 0
         return weighted
 
-    @contextlib.contextmanager
-    def timed(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Time a forward and backward of ``micro_batch``, if that is of use."""
-        if not self._learns:
-            yield
-            return
-        device, tokens = self._device, micro_batch.tokens
-        if device.type == "cpu":
-            start = time.perf_counter()
-            yield
-            self._observe(tokens, time.perf_counter() - start)
-            return
-        # Events are read when the step is over, so that the device is not waited for in between.
-        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
-        begin.record()
-        yield
-        end.record()
-        self._events.append((tokens, begin, end))
-
-    def read_timings(self) -> None:
-        for tokens, begin, end in self._events:
-            end.synchronize()
-            self._observe(tokens, begin.elapsed_time(end) / 1000)
-        self._events.clear()
+        return self.timer.around(micro_batch.tokens) if self._learns else contextlib.nullcontext()
 
     def _observe(self, tokens: int, seconds: float) -> None:
         self._split_policy.cost.observe(tokens, seconds)
-        if self._learns_row_size:
+        if self._makes_rows:
             self._split_policy.row_size.observe(tokens, seconds)
-
-    def forget_timings(self) -> None:
-        self._events.clear()
 
 
 def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:

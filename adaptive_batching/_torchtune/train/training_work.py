@@ -93,7 +93,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
 
     def put_back(self) -> None:
         super().put_back()
-        self.splitter.forget_timings()
+        self.splitter.timer.forget()
         if self._schedule.noise is not None:
             self._schedule.noise.forget()
 
