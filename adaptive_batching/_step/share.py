@@ -4,17 +4,17 @@ A step takes as long as its slowest rank, and lengths drawn at random are far fr
 all ranks, any of them may compute a sample. Ranks of a sharded model wait for each other in every forward, because each
 layer is gathered from all: what they compute at the same time is a *turn*, which is as long as its slowest part.
 
-Samples laid end to end cost what they cost one by one. So a turn is filled like this, which is to serve the longest
-first (Graham 1969, https://doi.org/10.1137/0117039), but at home: from the longest sample on, each stays with the rank
-that drew it as long as that has room, goes to the rank with least to do otherwise, and waits for the next turn if no
-rank has room. Room is what all would have if they shared the work evenly, or what the longest sample needs, if that is
-more. The samples that leave a rank are therefore its short ones, and about as few tokens move as have to.
+Samples laid end to end cost what they cost one by one. A turn is filled from the longest sample on (as in scheduling
+by longest processing time, Graham 1969, https://doi.org/10.1137/0117039), but at home first: a sample stays with the
+rank that drew it if that has room. Otherwise it goes to the rank with the most room, or waits for the next turn if none
+has enough. Room is an even share of the work that is left, or what the longest sample needs, if that is more. So a rank
+gives away its shortest samples, and few tokens move.
 
 Samples padded to the longest of their part cost least beside others of their length. They are sorted, and cut into one
-run for each rank and turn, all within a time that is as short as possible; few remain with the rank that drew them.
+run for each rank and turn, all within a time that is as short as possible. Few stay with the rank that drew them.
 
-Each sample has one place. The step is not slower than as drawn. A part is within the limit, other than a single sample.
-The result depends on the arguments alone: ranks that know all lengths share them out alike.
+Each sample is in one part, and all ranks have as many parts. The step is not slower than as drawn. A part is within the
+limit, unless it is a single sample. The result depends on the arguments alone: ranks that know all lengths agree on it.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ def share_out(
     [[[(0, 0)]], [[(0, 1), (1, 0), (1, 1)]]]
 
     Args:
-        lengths: For each rank, the tokens of the samples that it has drawn; what must stay together, such as a pair of
-            DPO, is one sample.
-        cost: Of samples; the same on all ranks.
+        lengths: For each rank, the tokens, at least 1, of the samples that it has drawn; what must stay together, such
+            as a pair of DPO, is one sample.
+        cost: Of samples; the same numbers on all ranks.
         speeds: Of each rank, relative to others; None if all are as fast.
-        limit: Most tokens of a part. None for one part on each rank, which suffices if ranks do not wait for each other
-            within a step, as with DDP: each may split its own.
+        limit: Most tokens of a part; None for no limit. Then samples end to end are one part on each rank, which may
+            split it as it likes if ranks do not wait for each other within a step, as with DDP.
         pads: True if samples are padded to the longest of their part; False if they are laid end to end.
     """
     num_ranks = len(lengths)
@@ -141,6 +141,7 @@ def share_out(
 
 
 def _as_drawn(lengths: Sequence[Sequence[int]], cost: SampleCost, limit: int | None, *, pads: bool) -> Parts:
+    """Return the samples of each rank where it drew them, split as they are without being shared out."""
     rule = SplitRule(max_tokens=limit, forward_cost=cost.fixed / cost.per_token)
     split = [split_samples(own, rule, pads=pads) for own in lengths]
     most = max(map(len, split))
@@ -185,10 +186,12 @@ class _Turn:
     def add(self, tokens: int, home: int, index: int) -> bool:
         """Give a sample to a rank; return False if it has to wait for a later turn."""
         work, rank = self._cost.of_sample(tokens), home
-        if work > self._room[rank] or not self._holds(rank, tokens):
-            while -self._most_room[0][0] != self._room[rank := self._most_room[0][1]]:
+        if not self._fits(rank, work, tokens):
+            while -self._most_room[0][0] > self._room[self._most_room[0][1]]:
+                rank = self._most_room[0][1]
                 heapq.heapreplace(self._most_room, (-self._room[rank], rank))
-        if work > self._room[rank] or not self._holds(rank, tokens):
+            rank = self._most_room[0][1]
+        if not self._fits(rank, work, tokens):
             ranks = [rank for rank in range(len(self.parts)) if self._holds(rank, tokens)] if self._is_last else []
             if not ranks:
                 return False
@@ -197,6 +200,9 @@ class _Turn:
         self._tokens[rank] += tokens
         self._room[rank] -= work
         return True
+
+    def _fits(self, rank: int, work: float, tokens: int) -> bool:
+        return work <= self._room[rank] and self._holds(rank, tokens)
 
     def _holds(self, rank: int, tokens: int) -> bool:
         return self._limit is None or not self._tokens[rank] or self._tokens[rank] + tokens <= self._limit
@@ -223,7 +229,7 @@ def _sorted_in_runs(samples: Sequence[Sample], cost: SampleCost, speeds: Sequenc
     best, best_time = list[list[Sample]](), math.inf
     for num_turns in count(1):
         least = cost.of_part(longest) / max(speeds)
-        most = cost.of_part(longest * len(samples)) / max(speeds)
+        most = (1 + _TOLERANCE) * cost.of_part(longest * len(samples)) / max(speeds)  # all in the first part
         if (runs := runs_within(most, num_turns)) is None:
             continue
         while most - least > _TOLERANCE / 10 * most:
