@@ -28,6 +28,7 @@ from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.sharing import Sharing, hidden_size
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._values import DRY_RUN, ConfigError
@@ -57,6 +58,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         length: Callable[[Sample], int] | None,
         limit: TokenLimit,
         parallel: DataParallel,
+        *,
+        balances_ranks: bool,
     ) -> None:
         super().__init__(device_of(model), collate, length, [model, loss])
         self.max_tokens: int | None = None
@@ -64,6 +67,9 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
         self._model, self._optimizer, self._loss = model, optimizer, loss
         self._limit, self._parallel = limit, parallel
+        self._sharing = None
+        if balances_ranks and parallel.ranks.size > 1 and length is not None:
+            self._sharing = Sharing(parallel.ranks, hidden_size(model))
         self._parts_add_up = False  # True if this is known, on all ranks
 
     def see(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
@@ -73,14 +79,22 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def split(self, groups: Sequence[list[Sample]], max_tokens: int | None) -> Iterator[list[LossPart]]:
         [samples] = groups
-        parts = self._lists(samples, max_tokens)
+        parts = None if self._sharing is None else self._shared(samples, max_tokens, self._sharing)
+        parts = self._lists(samples, max_tokens) if parts is None else parts
         is_split = not self._parts_add_up and self._parallel.ranks.any(len(parts) > 1)
         if is_split and (module := self.batch_dependent_module()) is not None:
             raise ConfigError(
                 f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its parts "
                 "do not add up; set max_tokens=None and a smaller batch size"
             )
-        yield [self._part(part, self._divisor(len(parts))) for part in parts]
+        yield [self._part(part, self._divisor(len(parts))) if part else self.filler() for part in parts]
+
+    def _shared(self, samples: list[Sample], max_tokens: int | None, sharing: Sharing) -> list[list[Sample]] | None:
+        """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
+        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
+        weight = None if self.max_tokens is None else 1.0  # without it, the user wants one forward
+        lengths = [self.tokens([sample]) for sample in samples]
+        return sharing.parts(samples, lengths, weight, min(limits, default=None), pads=self.pads)
 
     def _lists(self, samples: list[Sample], max_tokens: int | None) -> list[list[Sample]]:
         """Return ``samples`` in lists that are expected to fit, the longest first."""

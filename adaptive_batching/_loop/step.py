@@ -63,6 +63,8 @@ class AdaptiveStep(Generic[Sample]):
         length: Tokens of a sample, before padding. Samples of similar length share a part. None if all samples take the
             same memory; each then counts as one token.
         clip_norm: Largest L2 norm of the gradient of all parameters; None to leave it as it is.
+        balance_ranks: True to have ranks share out the samples of a step by their lengths where ``max_tokens`` is set:
+            some are sent to another rank, and collated there. False to have each compute its own.
 
     Raises:
         ConfigError: If several processes train together in another way.
@@ -77,6 +79,7 @@ class AdaptiveStep(Generic[Sample]):
         *,
         length: Callable[[Sample], int] | None = None,
         clip_norm: float | None = None,
+        balance_ranks: bool = True,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -87,7 +90,9 @@ class AdaptiveStep(Generic[Sample]):
         self._knows_ranks_are_alone = False
         self._limit = TokenLimit()
         self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
-        self._work = LossWork(model, optimizer, loss, collate, length, self._limit, self._parallel)
+        self._work = LossWork(
+            model, optimizer, loss, collate, length, self._limit, self._parallel, balances_ranks=balance_ranks
+        )
         remedy = "have loss return a sum and its number, or set max_tokens=None and a smaller batch"
         audit = Audit(self._work, self._parallel.ranks, remedy)
         self._runner = StepRunner(self._work, self._limit, self._parallel, audit=audit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -135,6 +135,27 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> list[bytes] | None:
+        """Send bytes to other ranks, by their numbers, and return what they have sent to this one.
+
+        None stands for a failure to make them; then nothing is sent, and the result is None on all ranks.
+        """
+        sizes = self.gather(None if outgoing is None else {rank: len(sent) for rank, sent in outgoing.items()})
+        if outgoing is None or None in sizes:
+            return None
+        waiting, incoming = [], []
+        for rank, of_rank in enumerate(sizes):
+            assert of_rank is not None
+            if self.rank in of_rank:
+                incoming.append(torch.empty(of_rank[self.rank], dtype=torch.uint8))
+                waiting.append(dist.irecv(incoming[-1], rank, group=self._group))
+        for rank, sent in outgoing.items():
+            waiting.append(dist.isend(torch.frombuffer(bytearray(sent), dtype=torch.uint8), rank, group=self._group))
+        for work in waiting:
+            assert work is not None
+            work.wait()
+        return [tensor.numpy().tobytes() for tensor in incoming]
 
     def all_results(self, function: Callable[[], T]) -> list[T]:
         """Run ``function`` on every rank, and return all results; if it fails on one, raise an error on every rank.

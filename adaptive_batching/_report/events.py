@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,9 @@ class StepCost:
         tokens: Tokens of its samples; None where samples hold more than text.
         padded_tokens: Tokens that were computed, padding included; None where ``tokens`` is.
         peak_bytes: Most memory that counted against a limit at once; None on a device that does not tell.
+        slowest: Predicted time of the slowest rank over the mean of all; None if samples were not shared out.
+        slowest_as_drawn: The same, had each rank computed the samples that it has drawn.
+        moved: Samples that another rank computed than the one that has drawn them.
     """
 
     seconds: float
@@ -50,6 +53,9 @@ class StepCost:
     tokens: int | None
     padded_tokens: int | None
     peak_bytes: int | None
+    slowest: float | None = None
+    slowest_as_drawn: float | None = None
+    moved: int | None = None
 
 
 class Watcher:
@@ -114,6 +120,11 @@ class Row:
     seconds: float = 0.0
     tokens: int = 0
     padded_tokens: int = 0
+    # Of the steps that were shared out among ranks, summed over their samples:
+    shared_samples: int = 0
+    slowest: float = 0.0
+    slowest_as_drawn: float = 0.0
+    moved: int = 0
 
     @classmethod
     def of_decision(cls, decision: Mapping[str, Any]) -> Row:
@@ -135,6 +146,24 @@ class Row:
         if step.get("padded_tokens") is not None:
             self.tokens += step["tokens"]
             self.padded_tokens += step["padded_tokens"]
+        if step.get("slowest") is not None:
+            self.shared_samples += step["samples"]
+            self.slowest += step["slowest"] * step["samples"]
+            self.slowest_as_drawn += step["slowest_as_drawn"] * step["samples"]
+            self.moved += step["moved"]
+
+
+def balance_of(rows: Sequence[Row]) -> str:
+    """Return how even the work of ranks was, in words; empty if it was not shared out."""
+    samples = sum(row.shared_samples for row in rows)
+    if not samples:
+        return ""
+    slowest, as_drawn = (sum(getattr(row, name) for row in rows) / samples for name in ("slowest", "slowest_as_drawn"))
+    moved = sum(row.moved for row in rows) / samples
+    return (
+        f"the slowest has {slowest:.2f} times the mean work, and {as_drawn:.2f} times with samples as drawn; "
+        f"{100 * moved:.0f} % of them moved"
+    )
 
 
 def rows_of(events: Events) -> list[Row]:

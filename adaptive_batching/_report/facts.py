@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from adaptive_batching._report.events import Event, Row, Run, by_dataset, rows_of
+from adaptive_batching._report.events import Event, Row, Run, balance_of, by_dataset, rows_of
 from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
 NOT_RECORDED = "not recorded"
@@ -84,6 +84,8 @@ def facts(run: Run) -> list[Fact]:
         said = f"{count(padded / seconds)} with padding, {timed / seconds:,.1f} samples{where}"
         speed = Fact("Tokens per second", count(tokens / seconds), said, tokens / seconds)
         said = "tokens computed for each token of the data"
+        balance = balance_of(rows)
+        said += f"; of the devices, {balance}" if balance else ""
         padding = Fact("Padding", f"{padded / tokens:.2f}", said, padded / tokens)
     elif seconds:
         speed = Fact("Samples per second", f"{timed / seconds:,.1f}", "in steps", timed / seconds)

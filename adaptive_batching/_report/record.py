@@ -24,6 +24,7 @@ from adaptive_batching._report.events import (
     Row,
     StepCost,
     Watcher,
+    balance_of,
     by_dataset,
     lines_that_count,
     written,
@@ -211,6 +212,8 @@ class Report(Watcher):
         if self._recoveries:
             times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
             told.append(("out of memory", f"{times}, recovered"))
+        if balance := balance_of(self._rows):
+            told.append(("devices", balance))
         for on, events in by_dataset(self._validations).items():
             last, least = events[-1], min(events, key=lambda event: event["loss"])
             losses = [f"{event['loss']:.4f} after step {event['step']}" for event in (last, least)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-
-from adaptive_batching._ranks.agree import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +21,9 @@ _FILLED = 1.5
 _OF_A_SEARCH = 6
 _MEASUREMENTS_KEPT = 200  # the weight of older ones would be less than 2 %
 _OUTLIER = 4.0  # a forward that took this many times as long as necessary was waiting for something else
+
+
+Gather = Callable[[tuple[float, bool]], list[tuple[float, bool]]]
 
 
 class ForwardCost:
@@ -81,13 +82,13 @@ class RowSize:
 
     Longer rows have fewer fixed costs, but on a CPU they leave its caches, and anywhere they take more memory. Where a
     forward has a fixed cost, each doubling gains half of what the one before gained: the next is tried if it should
-    gain ``_GAIN`` at least, and stays if it has. A size counts by the faster of two steps; the very first step, which
-    includes one-time setup, is left out. All ``ranks`` go up together, each from an eighth of its first step.
+    gain ``_GAIN`` at least, and stays if it has. A size counts by the fastest of three steps, of which the first of all
+    is none, as it includes one-time setup. All ranks go up together, each from an eighth of its first step.
     """
 
     _TOKENS_AT_FIRST = 1024
     _PARTS_AT_FIRST = 8  # of a step that has more
-    _STEPS = 2  # at each size
+    _STEPS = 3  # at each size
 
     def __init__(self) -> None:
         self._size = self._TOKENS_AT_FIRST
@@ -110,8 +111,11 @@ class RowSize:
         self._tokens += tokens
         self._seconds += seconds
 
-    def begin_step(self, ranks: Ranks = ALONE) -> None:
-        """Decide on the size of the next step, from those before it; all ``ranks`` call this, and decide alike."""
+    def begin_step(self, gather: Gather = lambda value: [value]) -> None:
+        """Decide on the size of the next step, from those before it; all ranks call this, and decide alike.
+
+        ``gather`` returns the values of all ranks.
+        """
         if self._is_settled:
             return
         self._begun += 1
@@ -121,7 +125,7 @@ class RowSize:
         if len(self._rates) < self._STEPS:
             return
         # The slowest rank counts, as the others wait for it.
-        rates, can = zip(*ranks.gather((min(self._rates), can_grow)), strict=True)
+        rates, can = zip(*gather((min(self._rates), can_grow)), strict=True)
         rate, self._rates = max(rates), []
         if not any(can):
             return

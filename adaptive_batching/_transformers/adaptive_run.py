@@ -288,7 +288,8 @@ class AdaptiveRun:
             kind, module = find_loss_kind(trainer, data.some, self.ranks)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             step = StepInParts(
-                trainer, kind, size, data.length, self.ranks, padding=settings.padding, dependent_module=module,
+                trainer, kind, size, data.length, self.ranks, padding=settings.padding,
+                balances_ranks=settings.balance_ranks, dependent_module=module,
                 recovers=settings.recover_from_oom, audit_every=settings.audit_every,
             )  # fmt: skip
             step.get_ready(data.some)

@@ -26,6 +26,7 @@ from adaptive_batching._step.forward_cost import ForwardTimes, RowSize
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
+from adaptive_batching._step.sharing import Sharing, hidden_size
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._transformers.handed_out import (
@@ -74,6 +75,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         length: Tokens of a sample; None if unknown.
         ranks: That train together.
         padding: True to pad samples whatever the model; False to lay them end to end where it honours that.
+        balances_ranks: True to have ranks share out the samples of a step, where these are split by length.
         dependent_module: The module that computes over the batch, if one does.
         recovers: False to let nothing run again.
         audit_every: Steps from one audit to the next; None for powers of ten.
@@ -88,6 +90,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         ranks: Ranks = ALONE,
         *,
         padding: bool = True,
+        balances_ranks: bool = False,
         dependent_module: str | None = None,
         recovers: bool = True,
         audit_every: int | None = None,
@@ -115,6 +118,12 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.in_rows = False
         """True if samples are laid end to end here, and attention stays within each."""
 
+        self.sharing: Sharing | None = None
+        """How the samples of a step are shared out among ranks; None if each keeps its own."""
+
+        if balances_ranks and ranks.size > 1 and isinstance(size, ByLength) and length is not None:
+            self.sharing = Sharing(ranks, hidden_size(trainer.model))
+        self._num_drawn: int | None = None  # samples of this rank in a step that is shared out
         self._row_size = RowSize()
         self._timer = ForwardTimer(trainer.args.device, self._row_size.observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
@@ -150,7 +159,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
         if self.in_rows:
             self._timer.read()  # of the step before
-            self._row_size.begin_step(self._parallel.ranks)
+            self._row_size.begin_step(self._parallel.ranks.gather)
         self.runner.begin()
         self.runner.add(inputs.batches)
         losses = [loss for _, loss in self.runner.end()]
@@ -306,10 +315,32 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def split(self, groups: Sequence[Sequence[list[Sample]]], max_tokens: int | None) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
         [batches] = groups
-        yield self.as_batch(self._lists(batches, max_tokens))
+        shared = None if self.sharing is None else self._shared(batches, max_tokens, self.sharing)
+        yield self.as_batch(self._lists(batches, max_tokens) if shared is None else shared)
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[Part]:
-        return [Part(samples, self.tokens(samples)) for samples in lists]
+        return [Part(samples, self.tokens(samples)) if samples else self.filler() for samples in lists]
+
+    def _shared(self, batches: Sequence[list[Sample]], max_tokens: int | None, sharing: Sharing) -> Parts | None:
+        """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
+        samples = [sample for batch in batches for sample in batch]
+        lengths, rule = [self.tokens([sample]) for sample in samples], self._rule(samples, max_tokens)
+        limits = [limit for limit in (rule.max_tokens, max_tokens) if limit is not None]
+        parts = sharing.parts(
+            samples, lengths, self._weight_of_sample(len(samples)), min(limits, default=None),
+            forward_cost=rule.forward_cost, pads=self.pads,
+        )  # fmt: skip
+        self._num_drawn = None if parts is None else len(samples)
+        return parts
+
+    def _weight_of_sample(self, num_samples: int) -> float | None:
+        """Return what has to be alike on all ranks for a sample to weigh as much on each; None if nothing will do.
+
+        Trainer divides the sum over ranks by the targets of all of them, or else takes the mean of their means.
+        """
+        if self.kind.takes_number:
+            return 1.0 if self._trainer.args.average_tokens_across_devices else None
+        return float(num_samples) if self.kind.of == "samples" else None
 
     def filler(self) -> Part:
         return Part(self._filler, self.tokens(self._filler), weight=0)
@@ -348,22 +379,28 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return loss
 
     def _lists(self, batches: Sequence[list[Sample]], max_tokens: int | None) -> Parts:
-        rule, together = SplitRule(), [[sample for batch in batches for sample in batch]]
-        if isinstance(self.size, Fixed):
-            rule = SplitRule(self.size.samples, is_even=False)
-        elif isinstance(self.size, ByLength):
-            limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-            if self.in_rows:
-                limits.append(self._row_size.tokens(min(self.tokens(together[0]), *limits)))
-            if limits:
-                rule = SplitRule(max_tokens=min(limits), forward_cost=min(self.forward_cost, *limits))
-        else:
+        together = [[sample for batch in batches for sample in batch]]
+        if not isinstance(self.size, (Fixed, ByLength)):
             together = list(batches)
         parts = []
         for samples in together:
+            rule = self._rule(samples, max_tokens)
             split = split_samples([self.tokens([sample]) for sample in samples], rule, max_tokens, pads=self.pads)
             parts += [[samples[index] for index in part] for part in split]
         return parts
+
+    def _rule(self, samples: list[Sample], max_tokens: int | None) -> SplitRule:
+        """Return how samples that run together are split."""
+        if isinstance(self.size, Fixed):
+            return SplitRule(self.size.samples, is_even=False)
+        if not isinstance(self.size, ByLength):
+            return SplitRule()
+        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
+        if self.in_rows:
+            limits.append(self._row_size.tokens(min(self.tokens(samples), *limits)))
+        if not limits:
+            return SplitRule()
+        return SplitRule(max_tokens=min(limits), forward_cost=min(self.forward_cost, *limits))
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self.kind.takes_number:
@@ -371,7 +408,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             gather = lambda number: torch.tensor(self._parallel.ranks.gather(int(number)))  # noqa: E731
             with replaced(self._trainer.accelerator, gather=gather):
                 return int(self._trainer._get_num_items_in_batch(batches, torch.device("cpu")))
-        return sum(numbers)
+        return sum(numbers) if self._num_drawn is None else self._num_drawn
 
     def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)

@@ -12,17 +12,20 @@ CAPACITY = 16_384
 
 
 def sizes_of(
-    seconds_of: Callable[[int], float], *, first_takes: float = 1.0, tokens: Callable[[int], int] = lambda step: CAPACITY
+    seconds_of: Callable[[int], float],
+    *,
+    first_takes: float = 1.0,
+    tokens: Callable[[int], int] = lambda step: CAPACITY,
 ) -> list[int]:
     """The size of a row in all steps, each of which has ``tokens``."""
     size, sizes = RowSize(), []
-    for step in range(14):
+    for step in range(18):
         size.begin_step()
         row = size.tokens(tokens(step))
         sizes.append(row)
         for _ in range(-(-tokens(step) // row)):
             size.observe(row, seconds_of(row) * (first_takes if step == 0 else 1))
-        if step == 8:  # as in a run that is resumed
+        if step == 11:  # as in a run that is resumed
             state, size = size.state_dict(), RowSize()
             size.load_state_dict(state)
     return sizes
@@ -31,10 +34,10 @@ def sizes_of(
 @pytest.mark.parametrize(
     ("fixed", "slower_from", "expected"),
     [
-        (0.0, None, [2048] * 3 + [4096] * 2 + [2048] * 9),  # nothing is gained
-        (100.0, None, [2048] * 3 + [4096] * 11),  # 2.3 %, and the next would gain half of it
-        (1e9, None, [2048] * 3 + [4096] * 2 + [8192] * 2 + [16_384] * 7),
-        (500.0, 4096, [2048] * 3 + [4096] * 2 + [8192] * 2 + [4096] * 7),
+        (0.0, None, [2048] * 4 + [4096] * 3 + [2048] * 11),  # nothing is gained
+        (100.0, None, [2048] * 4 + [4096] * 14),  # 2.3 %, and the next would gain half of it
+        (1e9, None, [2048] * 4 + [4096] * 3 + [8192] * 3 + [16_384] * 8),
+        (500.0, 4096, [2048] * 4 + [4096] * 3 + [8192] * 3 + [4096] * 8),
     ],
 )
 def test_rows_grow_while_that_is_faster(fixed: float, slower_from: int | None, expected: list[int]) -> None:
@@ -47,19 +50,16 @@ def test_rows_grow_while_that_is_faster(fixed: float, slower_from: int | None, e
 
 def test_a_step_of_few_tokens_is_one_row_and_rows_grow_with_the_batch() -> None:
     sizes = sizes_of(lambda tokens: 1e6, tokens=lambda step: 60 if step < 5 else 3000)
-    assert sizes == [60] * 5 + [1024] * 2 + [2048] * 5 + [3000] * 2
+    assert sizes == [60] * 5 + [1024] * 2 + [2048] * 3 + [3000] * 8
 
 
 def test_ranks_go_up_together_by_the_slowest() -> None:
-    class Two:
-        """Of which this is the fast one."""
-
-        def gather(self, value: tuple[float, bool]) -> list[tuple[float, bool]]:
-            return [value, (slow.pop(0), True)]
+    def gather(value: tuple[float, bool]) -> list[tuple[float, bool]]:  # of two, of which this is the fast one
+        return [value, (slow.pop(0), True)]
 
     slow, size, sizes = [1.0, 0.5, 0.5], RowSize(), []
-    for _ in range(9):
-        size.begin_step(Two())  # type: ignore[arg-type]
+    for _ in range(11):
+        size.begin_step(gather)
         sizes.append(size.tokens(100))
         size.observe(100, 1e-3)
     assert not slow

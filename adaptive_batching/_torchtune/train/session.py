@@ -64,7 +64,7 @@ class Session:
         held_out: HeldOut | None,
     ) -> None:
         self.host, self.run, self.settings, self.increase = host, run, settings, increase
-        self.split_policy = SplitPolicy(is_stock=report is None)
+        self.split_policy = SplitPolicy(is_stock=report is None, balances_ranks=settings.balance_ranks)
         self._report, self._stored, self._held_out = report, stored, held_out
         self.settled: Settled | None = None  # with all fields unset
         self._training: TrainingRun | None = None  # until it begins

@@ -11,6 +11,7 @@ from fractions import Fraction
 from adaptive_batching._step.forward_cost import ForwardCost, RowSize
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.sharing import Sharing, hidden_size
 from adaptive_batching._step.split import (
     FORWARD_COST,
     SplitRule,
@@ -53,6 +54,7 @@ class SplitPolicy:
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
     row_size: RowSize = field(default_factory=RowSize)
+    balances_ranks: bool = False  # where batches are split by length
     is_stock: bool = True  # batches are not split while all fits, so that ranks need not agree
 
     @property
@@ -87,13 +89,19 @@ class Splitter:
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
         self._said_that_sizes_are_few = False
+        self.sharing: Sharing | None = None
+        """How the samples of a step are shared out among ranks; None if each keeps its own."""
+
+        is_alone = host.ranks.size == 1 or host.ranks.size != host.num_replicas or host.steps_in_backward
+        if split_policy.balances_ranks and isinstance(split_policy.size, ByLength) and not is_alone:
+            self.sharing = Sharing(host.ranks, hidden_size(host.model))
         self.timer = ForwardTimer(host.device, self._observe)
         """Of forwards and backwards, if it learns."""
 
     def begin_step(self) -> None:
         """Take note that a step begins, all of whose samples have one size of rows."""
         if self._makes_rows:
-            self._split_policy.row_size.begin_step(self._ranks)
+            self._split_policy.row_size.begin_step(self._ranks.gather)
 
     def split(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
@@ -109,10 +117,38 @@ class Splitter:
         return self.of_lists(parts)
 
     def split_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
-        """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows."""
+        """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows.
+
+        Where ranks share them out, they are those that this rank computes.
+        """
         self.may_differ = True
+        if self.sharing is not None and (shared := self._shared(window, self.sharing)) is not None:
+            return shared
         groups = _of_equal_share(window, self._objective)
         return [micro_batch for group in groups for micro_batch in self.of_lists(self._parts(group))]
+
+    def _shared(self, window: list[list[Sample]], sharing: Sharing) -> list[MicroBatch] | None:
+        """Return the micro-batches of this rank in a step that is shared out; None if each rank keeps its samples."""
+        weights = {self._weight_of_term(batch) for batch in window}
+        samples = [sample for batch in window for sample in batch]
+        weight = weights.pop() if len(weights) == 1 else None
+        sizes, limit, rule = self._sizes(samples), self.limit.max_tokens, self._rule(self._sizes(samples))
+        assert rule.max_tokens is not None
+        limit = rule.max_tokens if limit is None else min(limit, rule.max_tokens)
+        lists = sharing.parts(samples, sizes, weight, limit, forward_cost=rule.forward_cost, pads=not self._makes_rows)
+        if lists is None:
+            return None
+        assert weight is not None
+        fillers = [self.filler(samples)] * len(lists)  # so that parts stay at the place of others that take as long
+        weighted = self._weighted([[part] for part in lists], weight)
+        return [filler if not part else part[0] for part, filler in zip(weighted, fillers, strict=True)]
+
+    def _weight_of_term(self, batch: list[Sample]) -> Fraction | None:
+        """Return what a term of the loss of a batch is multiplied by; None if samples count that have no terms."""
+        counts, each = self._objective.counts(batch), [self._objective.counts([sample]) for sample in batch]
+        if counts.terms == 0 or any(count.tokens and not count.terms for count in each):
+            return None
+        return Fraction(self._objective.weight_of(counts), counts.terms)
 
     def split_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
         """Return the micro-batches of up to ``first`` samples of ``window``, and of the rest; none without targets."""
@@ -146,10 +182,15 @@ class Splitter:
         size = self._objective.size_in_row if self._makes_rows else self._objective.size
         return [size(sample) for sample in samples]
 
+    def _rule(self, sizes: Sequence[int]) -> SplitRule:
+        rule = self._split_policy.rule
+        if not self._makes_rows or rule.max_tokens is None:
+            return rule
+        return replace(rule, max_tokens=self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens)))
+
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
-        limit, rule, sizes = self.limit.max_tokens, self._split_policy.rule, self._sizes(batch)
-        if self._makes_rows and rule.max_tokens is not None:
-            rule = replace(rule, max_tokens=self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens)))
+        sizes, limit = self._sizes(batch), self.limit.max_tokens
+        rule = self._rule(sizes)
         split = split_samples(sizes, rule, limit, in_order=in_order, min_parts=min_parts, pads=not self._makes_rows)
         if (known := self._compiled_sizes) is not None:
             pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
@@ -168,15 +209,22 @@ class Splitter:
     ) -> MicroBatch:
         return MicroBatch(samples, self.tokens(samples), weight, num_tokens, self._makes_rows)
 
-    def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
+    def _weighted(
+        self, groups: list[list[list[Sample]]], weight_of_term: Fraction | None = None
+    ) -> list[list[MicroBatch]]:
+        """Return micro-batches of the parts in each group, without those that have no terms.
+
+        All are parts of one batch, whose loss is weighted as in stock, unless there is a ``weight_of_term``.
+        """
         # A recipe's loss is a mean over terms, and stock multiplies it by a weight, which parts share by their terms.
         # A part of truncated samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
         counted = [[(part, self._objective.counts(part)) for part in group] for group in groups]
         counts = [count for group in counted for _, count in group]
         total = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
-        if total.terms == 0:
-            return [[self._micro_batch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
-        weight = self._objective.weight_of(total)
+        if weight_of_term is None:
+            if total.terms == 0:
+                return [[self._micro_batch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+            weight_of_term = Fraction(self._objective.weight_of(total), total.terms)
         # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
         left = sum(count.tokens for count in counts if count.terms == 0)
         weighted: list[list[MicroBatch]] = []
@@ -185,7 +233,7 @@ class Splitter:
             for part, count in group:
                 if count.terms > 0:
                     num_tokens = count.tokens + left if left else None
-                    weighted[-1].append(self._micro_batch(part, count.terms * weight / total.terms, num_tokens))
+                    weighted[-1].append(self._micro_batch(part, float(count.terms * weight_of_term), num_tokens))
                     left = 0
         return weighted
 

@@ -1,0 +1,115 @@
+"""The samples of a step, computed by whichever ranks take least time together, wherever they were drawn."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from adaptive_batching._ranks.agree import ONLY_HERE, Ranks
+from adaptive_batching._step.share import SampleCost, Share, share_out
+from adaptive_batching._step.split import FORWARD_COST
+from adaptive_batching._values import first_line
+
+log = logging.getLogger(__name__)
+
+
+class Sharing:
+    """Shares out the samples of a step among ``ranks``, and sends those that move.
+
+    Each rank says what it has drawn, all compute the same assignment, and few samples are sent, on the host. The
+    gradient of a step is a sum over its samples, so that it is the same wherever they are computed, as long as a sample
+    has the same weight everywhere; a host says what that is. Steps whose samples weigh otherwise, and samples that
+    cannot be sent, stay where they are.
+
+    Args:
+        ranks: That train together, each with samples of its own.
+        hidden_size: Of the model, for the cost of attention.
+    """
+
+    def __init__(self, ranks: Ranks, hidden_size: int) -> None:
+        self.last: Share | None = None
+        """How the last step was shared out; None if it was not."""
+
+        self._ranks, self._hidden_size = ranks, hidden_size
+        self._said_that_weights_differ = False
+        self._can_send = True
+
+    def parts(
+        self,
+        samples: Sequence[Any],
+        lengths: Sequence[int],
+        weight: Hashable | None,
+        limit: int | None,
+        *,
+        forward_cost: float = FORWARD_COST,
+        pads: bool,
+    ) -> list[list[Any]] | None:
+        """Return what this rank computes of a step, in parts as many as on other ranks; None if each keeps its own.
+
+        Parts at the same place take about as long on all ranks; some can be empty. All ranks call this.
+
+        Args:
+            samples: What this rank has drawn.
+            lengths: Tokens of each, at least 1.
+            weight: Of a sample in the gradient, by any measure, which has to be equal on all ranks; None if samples of
+                this rank have different ones.
+            limit: Most tokens of a part; the least of all ranks counts.
+            forward_cost: Tokens that take as long to compute as a forward takes on top.
+            pads: False if samples are laid end to end.
+        """
+        self.last = None
+        if not self._can_send:
+            return None
+        of_ranks = self._ranks.gather((list(lengths), weight, limit, forward_cost))
+        lengths_of_ranks, weights, limits, costs = (list(values) for values in zip(*of_ranks, strict=True))
+        if None in weights or len(set(weights)) > 1:
+            if not self._said_that_weights_differ:
+                self._said_that_weights_differ = True
+                log.info("samples stay on the ranks that have drawn them: they weigh more on one than on another")
+            return None
+        cost = SampleCost(max(costs), per_token_squared=1 / (6 * self._hidden_size))
+        share = share_out(lengths_of_ranks, cost, limit=min(limits, key=_or_infinite), pads=pads)
+        if not all(map(any, share.parts)):  # a rank that computes nothing has no loss to tell
+            return None
+        received = self._send(samples, share) if share.num_moved else {}
+        if received is None:
+            return None
+        self.last = share
+        rank = self._ranks.rank
+        return [[samples[i] if home == rank else received[home, i] for home, i in part] for part in share.parts[rank]]
+
+    def _send(self, samples: Sequence[Any], share: Share) -> dict[tuple[int, int], Any] | None:
+        """Send samples to the ranks that compute them, and return those that come, by where they were drawn.
+
+        The result is None on all ranks if a sample cannot be sent.
+        """
+        rank, outgoing, failure = self._ranks.rank, dict[int, bytes](), ""
+        try:
+            for other, parts in enumerate(share.parts):
+                moved = {(home, i): samples[i] for part in parts for home, i in part if home == rank != other}
+                if moved:
+                    outgoing[other] = pickle.dumps(moved)
+        except Exception as error:  # of code of the samples' own
+            failure = f"{type(error).__name__}: {first_line(error)}"
+        incoming = self._ranks.exchange(None if failure else outgoing)
+        if incoming is None:
+            self._can_send = False
+            if failure:
+                log.warning(
+                    "samples stay on the ranks that have drawn them: they cannot be sent (%s)", failure, extra=ONLY_HERE
+                )
+            return None
+        return {drawn: sample for blob in incoming for drawn, sample in pickle.loads(blob).items()}
+
+
+def hidden_size(model: nn.Module) -> int:
+    """Return the width of the first embedding of ``model``, or 4,096 if it has none."""
+    return next((module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)), 4096)
+
+
+def _or_infinite(limit: int | None) -> float:
+    return float("inf") if limit is None else limit
