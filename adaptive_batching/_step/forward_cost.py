@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 # Share of a step's time that is not worth a larger forward; share of a forward's time that a measurement can be off by;
 # rise of the time from one sample to two from which on a device is taken to be filled.
 _GAIN = 0.02
+_GAIN_OF_ROWS = 0.03  # which take more memory, and are timed while training
 _UNCERTAINTY = 0.1
 _FILLED = 1.5
 # Forwards and backwards of a search for the largest size: three steps, each with those of two parts.
@@ -82,8 +83,8 @@ class RowSize:
 
     Longer rows have fewer fixed costs, but on a CPU they leave its caches, and anywhere they take more memory. Where a
     forward has a fixed cost, each doubling gains half of what the one before gained: the next is tried if it should
-    gain ``_GAIN`` at least, and stays if it has. A size counts by the fastest of three steps, of which the first of all
-    is none, as it includes one-time setup. All ranks go up together, each from an eighth of its first step.
+    gain ``_GAIN_OF_ROWS`` at least, and stays if it has. A size counts by the fastest of three steps; the first step of
+    a run does not count, as it includes one-time setup. All ranks go up together, each from an eighth of its step.
     """
 
     _TOKENS_AT_FIRST = 1024
@@ -130,11 +131,13 @@ class RowSize:
         if not any(can):
             return
         gain = 1.0 if self._rate is None else 1 - rate / self._rate
-        self._is_settled = gain < 2 * _GAIN
-        if gain < _GAIN:
+        self._is_settled = gain < 2 * _GAIN_OF_ROWS
+        if gain < _GAIN_OF_ROWS:
             self._size //= 2
         if self._is_settled:
-            log.info("rows have up to %d tokens: longer ones would gain less than %.0f %%", self._size, 100 * _GAIN)
+            log.info(
+                "rows have up to %d tokens: longer ones would gain less than %.0f %%", self._size, 100 * _GAIN_OF_ROWS
+            )
         else:
             self._rate, self._size = rate, 2 * self._size
 

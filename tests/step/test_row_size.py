@@ -35,7 +35,7 @@ def sizes_of(
     ("fixed", "slower_from", "expected"),
     [
         (0.0, None, [2048] * 4 + [4096] * 3 + [2048] * 11),  # nothing is gained
-        (100.0, None, [2048] * 4 + [4096] * 14),  # 2.3 %, and the next would gain half of it
+        (160.0, None, [2048] * 4 + [4096] * 14),  # 3.6 %, and the next would gain half of it
         (1e9, None, [2048] * 4 + [4096] * 3 + [8192] * 3 + [16_384] * 8),
         (500.0, 4096, [2048] * 4 + [4096] * 3 + [8192] * 3 + [4096] * 8),
     ],
