@@ -129,6 +129,18 @@ def test_lengths_samples_and_the_work_of_an_epoch_come_from_data_at_hand(found: 
     assert found(*line, *packs)["epochs"][0]["steps"] < 60, "of packs, of which there are fewer"
 
 
+def test_of_several_devices_the_work_of_the_slowest_is_told(plan: Any, inputs: Path) -> None:
+    asked = [*ASKED, f"data_dir={inputs}", "dataset.split=train[:200]", "tokenizer.max_seq_len=512", "--devices"]
+    _, out, _ = plan(*asked, "4")
+    [line] = [line for line in out.splitlines() if "the slowest of 4 devices" in line]
+    as_drawn, shared = (float(number) for number in re.findall(r"(\d\.\d+) times", line))
+    assert 1 < shared < 1.05 < as_drawn < 3
+    assert (
+        "the slowest of"
+        not in plan(*asked, "1")[1] + plan(*asked, "4", "--samples", "60", "--sequence-length", "99")[1]
+    )
+
+
 def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
     line = [*IN_2_GIB, "model.max_seq_len=1024"]
     table = found(*line, "--table", "--sequence-length", "600")["lengths"]

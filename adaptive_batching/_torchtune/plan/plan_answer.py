@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +13,7 @@ from typing import Any
 
 from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, MemoryEstimate
+from adaptive_batching._step.share import SampleCost, share_out
 from adaptive_batching._torchtune.plan import planning
 from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import MIB
@@ -29,6 +32,8 @@ of real figures, and the share of largest batches planned right. ``benchmarks/pl
 AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
 """Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
 planned are, and all. ``benchmarks/published_memory.py`` plans them again."""
+
+_STEPS_DRAWN = 50
 
 # Entries of the object that a sketch and its need have under the same names
 _OF_RUN = ("paged_bytes", "parameters", "trained_parameters", "frozen_parameters", "assumes")
@@ -94,7 +99,7 @@ def _plan(asked: Asked, traced: TracedPlan) -> tuple[dict[str, Any], list[str]]:
     memory, verdict = request.memory_bytes, need.within(request.memory_bytes)
     epochs, of_epochs = _epochs(traced)
     epoch_flops = _epoch_flops(asked, traced)
-    hours = None
+    slowest, hours = _slowest(asked, traced), None
     if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
         hours = epoch_flops / request.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
     shown = {
@@ -121,11 +126,14 @@ def _plan(asked: Asked, traced: TracedPlan) -> tuple[dict[str, Any], list[str]]:
         "epochs": epochs,
         "epoch_flops": epoch_flops,
         "hours_per_epoch": hours,
+        "slowest_device": slowest,
     }
     several = len(asked.gpus) > 1
     head = _heads(shown["gpus"], traced) if several else _head(asked, traced)
     lines = [*head, "", "What it takes", *_what_counts(need, traced.paged_bytes), "", *_peak(need), ""]
-    lines += [] if several else [*of_epochs, "", *_work(asked, traced, epoch_flops, hours), ""]
+    lines += (
+        [] if several else [*of_epochs, "", *_work(asked, traced, epoch_flops, hours), *_waits(request, slowest), ""]
+    )
     return shown, [*lines, how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED)]
 
 
@@ -261,6 +269,36 @@ def _work(asked: Asked, traced: TracedPlan, epoch_flops: float | None, hours: fl
             line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
     return lines
+
+
+def _slowest(asked: Asked, traced: TracedPlan) -> dict[str, float] | None:
+    """Return the work of the device that has most over the mean of all, in steps that are drawn from the data."""
+    request, need = asked.request, traced.need
+    if asked.lengths is None or request.devices == 1 or request.cfg.get("tensor_parallel_dim", 1) > 1:
+        return None
+    attention, flops = need.attention_flops, need.flops - need.recomputed_flops
+    cost = SampleCost(0, (flops - attention) / traced.length, attention / traced.length**2)
+    per_device = request.cfg.batch_size * request.cfg.get("gradient_accumulation_steps", 1)
+    draw, lengths = random.Random(0), [min(tokens, traced.length) for tokens in asked.lengths]
+    steps = [
+        share_out([draw.choices(lengths, k=per_device) for _ in range(request.devices)], cost)
+        for _ in range(_STEPS_DRAWN)
+    ]
+    as_drawn, shared = (
+        statistics.fmean(time.over_mean for time in times)
+        for times in ([step.as_drawn for step in steps], [step.time for step in steps])
+    )
+    return {"as_drawn": as_drawn, "shared": shared}
+
+
+def _waits(request: PlanRequest, slowest: Mapping[str, float] | None) -> list[str]:
+    if slowest is None:
+        return []
+    as_drawn, shared = slowest["as_drawn"], slowest["shared"]
+    return [
+        f"  the slowest of {request.devices} devices has {as_drawn:.2f} times the mean work with samples as drawn, and "
+        f"{shared:.2f} times where they are shared out, as by micro_batch_size=auto"
+    ]
 
 
 def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> str:
