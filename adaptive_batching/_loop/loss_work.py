@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching import _snapshot
 from adaptive_batching._evidence import in_groups, losses_of_groups
 from adaptive_batching._loop.samples import (
     Loss,
@@ -27,6 +29,7 @@ from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.sharing import Sharing, hidden_size
 from adaptive_batching._step.split import SplitRule, split_samples
@@ -69,7 +72,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._limit, self._parallel = limit, parallel
         self._sharing = None
         if balances_ranks and parallel.ranks.size > 1 and length is not None:
-            self._sharing = Sharing(parallel.ranks, hidden_size(model))
+            self._sharing = Sharing(parallel.ranks, hidden_size(model), waits=bool(parallel.roots))
+        self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
         self._parts_add_up = False  # True if this is known, on all ranks
 
     def see(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
@@ -91,6 +95,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def _shared(self, samples: list[Sample], max_tokens: int | None, sharing: Sharing) -> list[list[Sample]] | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
+        self._timer.read()  # of the step before
         limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
         weight = None if self.max_tokens is None else 1.0  # without it, the user wants one forward
         lengths = [self.tokens([sample]) for sample in samples]
@@ -122,11 +127,20 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         return [partial(self._run, part) for part in parts]
 
     def _run(self, part: LossPart) -> tuple[torch.Tensor, torch.Tensor]:
-        total, number = self.forward(part.samples)
-        if part.is_filler:
-            total, number = 0 * total.nan_to_num(), 0 * number
-        self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
+        is_timed = self._sharing is not None and not part.is_filler and not _snapshot.rehearsing
+        with self._timer.around(part) if is_timed else contextlib.nullcontext():
+            total, number = self.forward(part.samples)
+            if part.is_filler:
+                total, number = 0 * total.nan_to_num(), 0 * number
+            self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
         return total.detach(), number
+
+    def _observe(self, part: LossPart, seconds: float) -> None:
+        assert self._sharing is not None
+        self._sharing.observe([self.tokens([sample]) for sample in part.samples], seconds, pads=self.pads)
+
+    def put_back(self) -> None:
+        self._timer.forget()
 
     def forward(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of ``samples``, with its graph, and their number."""

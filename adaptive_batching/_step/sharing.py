@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import statistics
+from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +18,9 @@ from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._values import first_line
 
 log = logging.getLogger(__name__)
+
+_RECENT = 64  # forwards whose time says how fast a rank is; a quarter of them are enough to begin with
+_UNLIKE = 1.1  # times as fast as another that a rank has to be, as timings are noisy
 
 
 class Sharing:
@@ -28,13 +34,16 @@ class Sharing:
     Args:
         ranks: That train together, each with samples of its own.
         hidden_size: Of the model, for the cost of attention.
+        waits: True if ranks wait for each other in every forward, so that each seems to be as fast as the slowest.
     """
 
-    def __init__(self, ranks: Ranks, hidden_size: int) -> None:
+    def __init__(self, ranks: Ranks, hidden_size: int, *, waits: bool) -> None:
         self.last: Share | None = None
         """How the last step was shared out; None if it was not."""
 
-        self._ranks, self._hidden_size = ranks, hidden_size
+        self._ranks, self._cost = ranks, SampleCost.of_model(hidden_size)
+        self._waits = waits
+        self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds for the work of a token, in forwards of this rank
         self._said_that_weights_differ = False
         self._can_send = True
 
@@ -64,15 +73,16 @@ class Sharing:
         self.last = None
         if not self._can_send:
             return None
-        of_ranks = self._ranks.gather((list(lengths), weight, limit, forward_cost))
-        lengths_of_ranks, weights, limits, costs = (list(values) for values in zip(*of_ranks, strict=True))
+        of_ranks = self._ranks.gather((list(lengths), weight, limit, forward_cost, self._pace()))
+        lengths_of_ranks, weights, limits, costs, paces = (list(values) for values in zip(*of_ranks, strict=True))
         if None in weights or len(set(weights)) > 1:
             if not self._said_that_weights_differ:
                 self._said_that_weights_differ = True
                 log.info("samples stay on the ranks that have drawn them: they weigh more on one than on another")
             return None
-        cost = SampleCost(max(costs), per_token_squared=1 / (6 * self._hidden_size))
-        share = share_out(lengths_of_ranks, cost, limit=min(limits, key=_or_infinite), pads=pads)
+        cost = replace(self._cost, fixed=max(costs))
+        limit = min(limits, key=_or_infinite)
+        share = share_out(lengths_of_ranks, cost, _speeds(paces), limit, pads=pads)
         if not all(map(any, share.parts)):  # a rank that computes nothing has no loss to tell
             return None
         received = self._send(samples, share) if share.num_moved else {}
@@ -81,6 +91,14 @@ class Sharing:
         self.last = share
         rank = self._ranks.rank
         return [[samples[i] if home == rank else received[home, i] for home, i in part] for part in share.parts[rank]]
+
+    def observe(self, lengths: Sequence[int], seconds: float, *, pads: bool) -> None:
+        """Take note of a forward and backward of samples of these lengths on this rank."""
+        if not self._waits:
+            self._paces.append(seconds / replace(self._cost, fixed=0).of_part(lengths, pads=pads))
+
+    def _pace(self) -> float | None:
+        return None if len(self._paces) < _RECENT // 4 else statistics.median(self._paces)
 
     def _send(self, samples: Sequence[Any], share: Share) -> dict[tuple[int, int], Any] | None:
         """Send samples to the ranks that compute them, and return those that come, by where they were drawn.
@@ -104,6 +122,14 @@ class Sharing:
                 )
             return None
         return {drawn: sample for blob in incoming for drawn, sample in pickle.loads(blob).items()}
+
+
+def _speeds(paces: Sequence[float | None]) -> list[float] | None:
+    """Return how fast ranks are, relative to the slowest; None if they are alike, or not known yet."""
+    known = [pace for pace in paces if pace is not None]
+    if len(known) < len(paces) or max(known) < _UNLIKE * min(known):
+        return None
+    return [max(known) / pace for pace in known]
 
 
 def hidden_size(model: nn.Module) -> int:

@@ -122,10 +122,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """How the samples of a step are shared out among ranks; None if each keeps its own."""
 
         if balances_ranks and ranks.size > 1 and isinstance(size, ByLength) and length is not None:
-            self.sharing = Sharing(ranks, hidden_size(trainer.model))
+            self.sharing = Sharing(ranks, hidden_size(trainer.model), waits=bool(self.models))
         self._num_drawn: int | None = None  # samples of this rank in a step that is shared out
         self._row_size = RowSize()
-        self._timer = ForwardTimer(trainer.args.device, self._row_size.observe)
+        self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
         self._attention = RowAttention(trainer.model)
         self._filler_state = StepState([trainer])
@@ -157,8 +157,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._forward_backward = forward_backward
         saved = _metrics_of(self._trainer)
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
+        self._timer.read()  # of the step before
         if self.in_rows:
-            self._timer.read()  # of the step before
             self._row_size.begin_step(self._parallel.ranks.gather)
         self.runner.begin()
         self.runner.add(inputs.batches)
@@ -353,7 +353,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
         total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run_row, batch, row, number, total, len(weighted), part.tokens)
+            partial(self._run_row, batch, row, number, total, len(weighted), part)
             for part, (batch, row), number in zip(weighted, made, numbers, strict=True)
         ]
         runs += [self._run_filler] * (len(parts) - len(weighted))
@@ -414,11 +414,17 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
 
     def _run_row(
-        self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, tokens: int
+        self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part
     ) -> torch.Tensor:
-        is_timed = row is not None and not _snapshot.rehearsing  # as in an audit
-        with self._around(row), self._timer.around(tokens) if is_timed else contextlib.nullcontext():
+        is_timed = (self.in_rows or self.sharing is not None) and not _snapshot.rehearsing  # as in an audit
+        with self._around(row), self._timer.around(part) if is_timed else contextlib.nullcontext():
             return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
+
+    def _observe(self, part: Part, seconds: float) -> None:
+        if self.in_rows:
+            self._row_size.observe(part.tokens, seconds)
+        if self.sharing is not None:
+            self.sharing.observe([self.tokens([sample]) for sample in part.samples], seconds, pads=self.pads)
 
     def put_back(self) -> None:
         self._timer.forget()

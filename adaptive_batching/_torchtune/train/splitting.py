@@ -94,7 +94,7 @@ class Splitter:
 
         is_alone = host.ranks.size == 1 or host.ranks.size != host.num_replicas or host.steps_in_backward
         if split_policy.balances_ranks and isinstance(split_policy.size, ByLength) and not is_alone:
-            self.sharing = Sharing(host.ranks, hidden_size(host.model))
+            self.sharing = Sharing(host.ranks, hidden_size(host.model), waits=True)
         self.timer = ForwardTimer(host.device, self._observe)
         """Of forwards and backwards, if it learns."""
 
@@ -239,12 +239,12 @@ class Splitter:
 
     def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Time a forward and backward of ``micro_batch``, if that is of use."""
-        return self.timer.around(micro_batch.tokens) if self._learns else contextlib.nullcontext()
+        return self.timer.around(micro_batch) if self._learns else contextlib.nullcontext()
 
-    def _observe(self, tokens: int, seconds: float) -> None:
-        self._split_policy.cost.observe(tokens, seconds)
+    def _observe(self, micro_batch: MicroBatch, seconds: float) -> None:
+        self._split_policy.cost.observe(micro_batch.tokens, seconds)
         if self._makes_rows:
-            self._split_policy.row_size.observe(tokens, seconds)
+            self._split_policy.row_size.observe(micro_batch.tokens, seconds)
 
 
 def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:

@@ -1,0 +1,78 @@
+"""What ranks tell each other before they share out a step, where the others are stood in for."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from adaptive_batching._step.sharing import Sharing
+
+LENGTHS = [100] * 12
+
+
+class OtherRank:
+    """In place of two ranks, of which the second has drawn the same lengths and says what is given of it."""
+
+    rank = 0
+
+    def __init__(self, **told: Any) -> None:
+        self.told = told
+
+    def gather(self, value: Any) -> list[Any]:
+        if isinstance(value, tuple) and len(value) == 5:
+            names = ("lengths", "weight", "limit", "forward_cost", "pace")
+            return [value, tuple(self.told.get(name, own) for name, own in zip(names, value, strict=True))]
+        return [value, value]
+
+    def any(self, value: bool) -> bool:
+        return value
+
+    def exchange(self, outgoing: Any) -> list[bytes]:
+        return [pickle.dumps({(1, index): None for index in range(len(LENGTHS))})]
+
+
+def shared_with(seconds: float | None = None, waits: bool = False, **told: Any) -> Sharing:
+    sharing = Sharing(OtherRank(**told), 64, waits=waits)  # type: ignore[arg-type]
+    for _ in range(20):
+        if seconds is not None:
+            sharing.observe([50, 50], seconds, pads=False)
+    sharing.parts([None] * len(LENGTHS), LENGTHS, 1.0, None, pads=False)
+    return sharing
+
+
+def samples_here(sharing: Sharing) -> int:
+    assert sharing.last is not None
+    return sum(map(len, sharing.last.parts[0]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pace", "expected"),
+    [(1.0, 1 / 113, 12), (1.0, 1 / 120, 12), (0.5, 1 / 113, 18), (None, 1 / 113, 12), (1.0, None, 12)],
+)
+def test_a_rank_that_is_measured_to_be_faster_computes_more(
+    seconds: float | None, pace: float | None, expected: int
+) -> None:
+    assert samples_here(shared_with(seconds=seconds, pace=pace)) == expected
+
+
+def test_the_pace_of_ranks_that_wait_for_each_other_says_nothing() -> None:
+    assert samples_here(shared_with(seconds=0.5, waits=True, pace=1 / 113)) == 12
+
+
+@pytest.mark.parametrize("told", [{"weight": 2.0}, {"weight": None}], ids=str)
+def test_samples_that_weigh_otherwise_on_another_rank_stay(
+    told: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    sharing = shared_with(**told, lengths=[10])
+    assert sharing.last is None
+    assert sharing.parts([None], [9], 1.0, None, pads=False) is None
+    assert caplog.text.count("samples stay on the ranks that have drawn them") == 1, "said once"
+
+
+def test_the_least_limit_of_all_ranks_counts() -> None:
+    sharing = shared_with(limit=300)
+    assert sharing.last is not None
+    assert all(len(part) <= 3 for turns in sharing.last.parts for part in turns)
