@@ -6,9 +6,10 @@ import logging
 import pickle
 import statistics
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,6 +17,8 @@ from adaptive_batching._ranks.agree import ONLY_HERE, Ranks
 from adaptive_batching._step.share import SampleCost, Share, share_out
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._values import first_line
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -105,23 +108,36 @@ class Sharing:
 
         The result is None on all ranks if a sample cannot be sent.
         """
-        rank, outgoing, failure = self._ranks.rank, dict[int, bytes](), ""
-        try:
+        rank = self._ranks.rank
+
+        def packed() -> dict[int, bytes]:
+            outgoing = {}
             for other, parts in enumerate(share.parts):
                 moved = {(home, i): samples[i] for part in parts for home, i in part if home == rank != other}
                 if moved:
                     outgoing[other] = pickle.dumps(moved)
-        except Exception as error:  # of code of the samples' own
-            failure = f"{type(error).__name__}: {first_line(error)}"
-        incoming = self._ranks.exchange(None if failure else outgoing)
-        if incoming is None:
+            return outgoing
+
+        outgoing, failure = _attempt(packed)
+        incoming, received = self._ranks.exchange(outgoing), None
+        if incoming is not None:
+            received, failure = _attempt(lambda: dict(chain(*(pickle.loads(blob).items() for blob in incoming))))
+            received = None if self._ranks.any(received is None) else received
+        if received is None:
             self._can_send = False
             if failure:
                 log.warning(
                     "samples stay on the ranks that have drawn them: they cannot be sent (%s)", failure, extra=ONLY_HERE
                 )
-            return None
-        return {drawn: sample for blob in incoming for drawn, sample in pickle.loads(blob).items()}
+        return received
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of a function that runs code of the samples' own, or else what went wrong, in words."""
+    try:
+        return function(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _speeds(paces: Sequence[float | None]) -> list[float] | None:
