@@ -101,11 +101,11 @@ class RowSize:
         self._tokens, self._seconds = 0, 0.0  # of the forwards of a step
 
     def tokens(self, most: int) -> int:
-        """Return the tokens that a row should have, where up to ``most`` of a step could be one."""
+        """Return the most tokens that a row should have, where up to ``most`` of a step could be one."""
         self._most = max(self._most, most)
         if self._begun == 1 and not self._is_settled:
             self._size = max(self._size, -(-most // self._PARTS_AT_FIRST))
-        return min(self._size, most)
+        return self._size
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take note of a forward and backward of the step."""

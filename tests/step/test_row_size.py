@@ -21,7 +21,7 @@ def sizes_of(
     size, sizes = RowSize(), []
     for step in range(18):
         size.begin_step()
-        row = size.tokens(tokens(step))
+        row = min(size.tokens(tokens(step)), tokens(step))
         sizes.append(row)
         for _ in range(-(-tokens(step) // row)):
             size.observe(row, seconds_of(row) * (first_takes if step == 0 else 1))

@@ -132,9 +132,10 @@ class Splitter:
         weights = {self._weight_of_term(batch) for batch in window}
         samples = [sample for batch in window for sample in batch]
         weight = weights.pop() if len(weights) == 1 else None
-        sizes, limit, rule = self._sizes(samples), self.limit.max_tokens, self._rule(self._sizes(samples))
+        sizes, learned = self._sizes(samples), self.limit.max_tokens
+        rule = self._rule(sizes)
         assert rule.max_tokens is not None
-        limit = rule.max_tokens if limit is None else min(limit, rule.max_tokens)
+        limit = rule.max_tokens if learned is None else min(learned, rule.max_tokens)
         lists = sharing.parts(samples, sizes, weight, limit, forward_cost=rule.forward_cost, pads=not self._makes_rows)
         if lists is None:
             return None
@@ -186,7 +187,8 @@ class Splitter:
         rule = self._split_policy.rule
         if not self._makes_rows or rule.max_tokens is None:
             return rule
-        return replace(rule, max_tokens=self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens)))
+        row = self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens))
+        return replace(rule, max_tokens=min(row, rule.max_tokens))  # also above the sum: others' samples may come
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
         sizes, limit = self._sizes(batch), self.limit.max_tokens
