@@ -322,8 +322,9 @@ class Preferences(Objective):
         chosen, rejected = _halves(log_probs)
         losses, chosen_rewards, rejected_rewards = self._loss(chosen, rejected, *_halves(of_reference))
         loss = losses.mean()
-        # A part of a batch has the share of its pairs; a whole one is divided by the number of batches, as in stock.
-        share = (pairs if weight is None else weight) / max(self._pairs, pairs)
+        # A part of a batch has the share of its pairs, of which it may have more than this rank has drawn; a whole one
+        # is divided by the number of batches, as in stock.
+        share = pairs / max(self._pairs, pairs) if weight is None else weight / (self._pairs or pairs)
         loss = loss / max(self._pairs // pairs, 1) if weight is None else loss * share
         metrics = {
             "rewards/chosen": chosen_rewards.mean(),
