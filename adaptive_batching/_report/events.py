@@ -44,7 +44,7 @@ class StepCost:
         padded_tokens: Tokens that were computed, padding included; None where ``tokens`` is.
         peak_bytes: Most memory that counted against a limit at once; None on a device that does not tell.
         slowest: Predicted time of the slowest rank over the mean of all; None if samples were not shared out.
-        slowest_as_drawn: The same, had each rank computed the samples that it has drawn.
+        slowest_as_drawn: Its time over the same mean, had each rank computed the samples that it has drawn.
         moved: Samples that another rank computed than the one that has drawn them.
     """
 

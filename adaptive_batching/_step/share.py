@@ -93,6 +93,14 @@ class Share:
     time: StepTime
 
     @property
+    def as_drawn_over_mean(self) -> float:
+        """Time of the slowest rank with each rank's own samples, over the mean with those that it computes.
+
+        Padding is less where samples of like lengths have come together, and counts for what is slow as drawn.
+        """
+        return self.as_drawn.slowest / self.time.mean if self.time.mean else 1.0
+
+    @property
     def num_moved(self) -> int:
         """Number of samples that a rank computes for another."""
         return sum(home != rank for rank, turns in enumerate(self.parts) for part in turns for home, _ in part)

@@ -202,5 +202,5 @@ class StepCosts:
         if samples and objective.is_text(samples[0]):
             tokens = sum(len(objective.tokens(sample)) for sample in samples)
             padded = sum(part.tokens for part in micro_batches)
-        balance = () if share is None else (share.time.over_mean, share.as_drawn.over_mean, share.num_moved)
+        balance = () if share is None else (share.time.over_mean, share.as_drawn_over_mean, share.num_moved)
         return StepCost(seconds, len(micro_batches), tokens, padded, self._peak.read(), *balance)
