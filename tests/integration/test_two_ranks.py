@@ -15,7 +15,7 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import QUICKSTART, ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, same_everywhere
+from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, SHARED, SHARED_FAULTS, same_everywhere
 from tests.support.html import read_page
 from tests.support.launches import Finished, of_launch, output_of
 from tests.support.overrides import SGD, VALIDATE, WIDE
@@ -236,6 +236,83 @@ def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
     assert rows.metrics[-1]["oom_retries"] == 2
     assert "cannot lie end to end" not in output_of(launched, f"{kind}_rows")
     assert_close_weights(kind, rows, finished("kd_padded") if kind == "kd" else undisturbed)
+
+
+def assert_shared_out(run: Run, *, stops_after: int | None = None) -> None:
+    """Samples have moved, up to a step, and in no step does the slowest rank take longer than with its own samples."""
+    steps = events(run, "step")
+    balances = [step["slowest_as_drawn"] - step["slowest"] for step in steps[:stops_after]]
+    assert all(balance >= 0 for balance in balances) and any(step["moved"] for step in steps[:stops_after])
+    if stops_after is not None:
+        assert all(step["moved"] is None for step in steps[stops_after:])
+
+
+def assert_same_training(ours: Run, theirs: Run, weights: str = "epoch_0") -> None:
+    """Equal to float rounding: losses, learning rates, norms of gradients and weights."""
+    assert ours.by_step.keys() == theirs.by_step.keys()
+    for step, logged in theirs.by_step.items():
+        for key in {"loss", "lr", "grad_norm"} & logged.keys() & ours.by_step[step].keys():
+            assert ours.by_step[step][key] == pytest.approx(logged[key], rel=1e-5), (step, key)
+    for name, expected in theirs.weights_in(weights).items():
+        torch.testing.assert_close(ours.weights_in(weights)[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@of_launch("shared")
+@pytest.mark.parametrize("kind", SHARED)
+def test_wherever_samples_are_computed_they_train_as_drawn_and_as_one_batch_on_one_device(
+    kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of two batches is shared out as a whole."""
+    shared, drawn = finished(f"{kind}_shared"), finished(f"{kind}_drawn")
+    assert_shared_out(shared)
+    assert not any("moved" in step and step["moved"] for step in events(drawn, "step"))
+    assert_same_training(shared, drawn)
+    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
+    size = f"batch_size={2 * int(drawn.metrics[0]['batch_size'])}"
+    one = tune_run(kind, *SGD, *SHARED[kind], size, "gradient_accumulation_steps=2", "epochs=1", "micro_batch_size=2",
+                   "lr_scheduler.num_warmup_steps=2")  # fmt: skip
+    assert_same_training(shared, one)
+
+
+@of_launch("shared")
+@pytest.mark.parametrize("name", ["padded", "recovered"])
+def test_steps_that_are_shared_out_padded_and_again_train_as_drawn(name: str, finished: Finished) -> None:
+    """A step that ran out of memory in a forward, a backward, on one rank or on both, is shared out in more parts."""
+    run = finished(name)
+    assert_shared_out(run)
+    assert_same_training(run, finished("full_drawn"))
+    if name == "recovered":
+        assert [step["oom_retries"] for step in run.metrics] == [0, 1, 2, 3, 5, 5]
+        failed = [step for step, fault in zip(events(run, "step"), SHARED_FAULTS, strict=True) if fault is not None]
+        assert all(step["moved"] and step["forwards"] > 1 for step in failed)
+
+
+@of_launch("shared")
+def test_a_run_that_is_shared_out_goes_on_within_an_epoch(finished: Finished) -> None:
+    whole, resumed = finished("full_steps_whole"), finished("full_steps")
+    assert [event["step"] for event in events(resumed, "resume")] == [5]
+    assert_shared_out(resumed)
+    assert_same_training(resumed, whole, "step_7")
+
+
+@of_launch("shared")
+@pytest.mark.parametrize("function", ["dumps", "loads"])
+def test_samples_that_cannot_be_sent_stay_where_they_were_drawn(
+    function: str, finished: Finished, launched: tuple[Path, str]
+) -> None:
+    """From the step on in which that is seen, on either side."""
+    run = finished(function)
+    assert_shared_out(run, stops_after=1)
+    assert_same_training(run, finished("full_drawn"))
+    said = re.findall(r"warning: .*samples stay on the ranks.*", output_of(launched, function))
+    assert len(said) == 1 and f"they cannot be sent (TypeError: this sample has a bug in {function})" in said[0]
+
+
+@of_launch("shared")
+def test_a_rank_that_ends_while_a_step_is_shared_out_ends_the_others(launched: tuple[Path, str]) -> None:
+    other, own = ((launched[0] / "lost" / f"error_{rank}.txt").read_text() for rank in range(2))
+    assert other.startswith("error: lost the connection to another rank: it has ended")
+    assert "ZeroDivisionError" in own
 
 
 def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:

@@ -45,6 +45,8 @@ def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recov
     assert [step["oom_retries"] for step in recovered.metrics] == [1, 2]
     assert_close(recovered, whole, epoch=0)
     assert "not always the same" not in launched[1]
+    said = output_of(launched, f"cut_{way}").count("samples stay on the ranks that have drawn them")
+    assert said == (way == "auto"), "a sample of one token has no target, and counts"
 
 
 @of_launch("short_samples")

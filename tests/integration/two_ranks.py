@@ -11,7 +11,9 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import resource
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +34,9 @@ from torchtune.training import _distributed
 from adaptive_batching._growth.increase import IncreaseFunction
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._ranks import agree
+from adaptive_batching._step import sharing
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.share import share_out
 from adaptive_batching._torchtune.train import collectives, session, splitting
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
@@ -135,10 +139,20 @@ class Runner:
         stock: bool = False,
         faults: Sequence[Fault | None] = (),
         layer: int = RANK,
+        probed_by: str | None = None,
     ) -> None:
-        """Run a recipe; ``layer`` of its model runs out of memory if it is one of ``faults.py``."""
+        """Run a recipe; ``layer`` of its model runs out of memory if it is one of ``faults.py``.
+
+        It takes what fits from the run ``probed_by``, rather than probe again.
+        """
         disarm()
         plan["layer"] = layer
+        if probed_by is not None:
+            if RANK == 0:
+                probe, folder = (self.directory / each / "adaptive_batching" for each in (probed_by, name))
+                folder.mkdir(parents=True)
+                shutil.copy(probe / "probe.json", folder)
+            dist.barrier()
         module, config, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, ()))
         fewer = ("dataset.split=train[:32]", "epochs=1", "lr_scheduler.num_warmup_steps=2")
         settings = small_run(self.inputs, self.directory / name, *fewer, *added, *overrides)
@@ -403,6 +417,52 @@ def runs_of_short_samples(run: Runner) -> None:
             run("full", f"cut_{name}_recovered", *short, *in_chunks, *way, faults=faults)
 
 
+UNEVEN = ["dataset._component_=tests.integration.uneven_samples.UnevenSamples", "tokenizer.max_seq_len=96"]
+SHARED = {
+    "full": [*UNEVEN, "dataset.samples=96"],
+    "kd": UNEVEN,
+    "lora_dpo": [samples(32), "batch_size=2", "tokenizer.max_seq_len=256"],
+}
+"""Kinds of run whose ranks share out the samples of a step, and their data."""
+SHARED_FAULTS: list[Fault | None] = [
+    None, {"where": "forward", "on": [0]}, {"where": "backward", "on": [1]}, {"where": "forward", "on": [0, 1]},
+    {"where": "backward", "on": [0], "times": 2, "fits": 1}, None,
+]  # fmt: skip
+
+
+class FailingPickle:
+    """The module ``pickle``, whose ``function`` fails from its second call on; mostly one rank sends in a step."""
+
+    def __init__(self, function: str) -> None:
+        self._function, self._calls = function, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._function:
+            self._calls += 1
+            if self._calls > 1:
+                raise TypeError(f"this sample has a bug in {name}")
+        return getattr(pickle, name)
+
+
+def runs_that_are_shared_out(run: Runner) -> None:
+    """Each step by both ranks: undisturbed, after a failure, on from a checkpoint; and samples that cannot be sent."""
+    for kind, data in SHARED.items():
+        common = [*SGD, ACCUMULATE, *data, *BY_LENGTH]
+        run(kind, f"{kind}_drawn", *common, "adaptive_batching.balance_ranks=False")
+        run(kind, f"{kind}_shared", *common, probed_by=f"{kind}_drawn")
+
+    common = [*SGD, ACCUMULATE, *SHARED["full"], *BY_LENGTH]
+    run("full", "padded", *common, "adaptive_batching.padding=True")
+    run("full", "recovered", *common, model("full"), faults=SHARED_FAULTS)
+    for function in ("dumps", "loads"):
+        with mock.patch.object(sharing, "pickle", FailingPickle(function)):
+            run("full", function, *common, probed_by="full_drawn")
+    run_in_two(run, "full", *SGD, *SHARED["full"], "dataset.samples=48", *BY_LENGTH)
+    with mock.patch.object(sharing, "share_out", share_out if RANK == 0 else mock.Mock(side_effect=ZeroDivisionError)):
+        run("full", "lost", *common, probed_by="full_drawn")
+    sys.exit()  # the other rank has ended
+
+
 FailingCollective = tuple[str, str, int, list[int]]
 """Which kind, at what moment, which one of them, and on which ranks"""
 KNOWN = ("before", "inside", "after")
@@ -448,6 +508,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "devices_level": runs_of_many_steps,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
+    "shared": runs_that_are_shared_out,
     "failing_collectives": partial(runs_of_failing_collectives, cases=known_cases()),
     f"limit_{ONE_LIMIT}": partial(runs_under_a_real_limit, extra_mib=ONE_LIMIT),
 }  # fmt: skip
