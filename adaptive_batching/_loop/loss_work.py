@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +32,12 @@ from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.sharing import Sharing, hidden_size
+from adaptive_batching._step.sharing import Sharing, gathered, hidden_size
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._values import DRY_RUN, ConfigError
+
+log = logging.getLogger(__name__)
 
 _FEW = 32  # samples of which some show what computes over the batch
 
@@ -96,10 +99,16 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def _shared(self, samples: list[Sample], max_tokens: int | None, sharing: Sharing) -> list[list[Sample]] | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
         self._timer.read()  # of the step before
+        if not self._parallel.ranks.all(self.max_tokens is not None):  # without it, the user wants one forward
+            return None
         limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        weight = None if self.max_tokens is None else 1.0  # without it, the user wants one forward
         lengths = [self.tokens([sample]) for sample in samples]
-        return sharing.parts(samples, lengths, weight, min(limits, default=None), pads=self.pads)
+        parts = sharing.parts(samples, lengths, 1.0, min(limits), pads=self.pads)
+        if parts is not None and (module := self.batch_dependent_module()) is not None:
+            self._sharing = None
+            log.info("samples stay on the ranks that have drawn them: %s computes over the batch", module)
+            return None
+        return parts
 
     def _lists(self, samples: list[Sample], max_tokens: int | None) -> list[list[Sample]]:
         """Return ``samples`` in lists that are expected to fit, the longest first."""
@@ -153,22 +162,25 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
         if self._parts_add_up or DRY_RUN in os.environ:  # where all values are zero
             return None
-        # Short samples show a dependence best. They are the same on every rank, as shards need the same forwards.
+        # Short samples show a dependence best. There are as many on every rank, as shards need the same forwards.
         few = sorted(self.samples, key=lambda sample: self.tokens([sample]))[:_FEW]
-        few = max(self._parallel.ranks.gather(few), key=len)
+        ranks = self._parallel.ranks
+        of_ranks, failure = gathered(ranks, few)
+        few = few[: int(ranks.smallest(len(few)))] if failure else max(of_ranks, key=len)
         if len(few) < 2:
             return None
-        module = self._first_named(partial(self._what_does_not_add_up, few))
-        self._parts_add_up = module is None
-        return module
-
-    def _what_does_not_add_up(self, few: list[Sample]) -> str | None:
-        """Run groups of a few samples, and their union, and name what makes the difference."""
-        if (module := find_batch_norm(self._model)) is not None:  # which may refuse a batch of one
-            return module
         most = 7
         while most > 2 and self._limit.max_tokens is not None and self.tokens(few[:most]) > self._limit.max_tokens:
             most -= 1
+        most = int(ranks.smallest(most))
+        module = self._first_named(partial(self._what_does_not_add_up, few, most))
+        self._parts_add_up = module is None
+        return module
+
+    def _what_does_not_add_up(self, few: list[Sample], most: int) -> str | None:
+        """Run groups of a few samples, and their union, of up to ``most``, and name what makes the difference."""
+        if (module := find_batch_norm(self._model)) is not None:  # which may refuse a batch of one
+            return module
         groups = in_groups(few, lambda sample: self.tokens([sample]), most=most)
         parameters = list(self._model.parameters())
         with rehearsal([self._model, self._loss], device_of(self._model)) as start_over:

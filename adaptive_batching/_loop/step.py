@@ -35,6 +35,7 @@ from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
+from adaptive_batching._step.sharing import gathered
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
 
@@ -276,7 +277,13 @@ class AdaptiveStep(Generic[Sample]):
             raise ConfigError("samples is empty; a step needs at least one")
         filler = next(iter(fillers or checked), None)
         if not all(counts):
-            filler = next(sample for sample in ranks.gather(filler) if sample is not None)
+            of_ranks, failure = gathered(ranks, fillers)
+            if failure:
+                raise ConfigError(
+                    f"a rank without samples runs one of another's, and they cannot be sent ({failure}); give each "
+                    "rank a sample, or samples that can be pickled"
+                )
+            filler = next(sample for own in of_ranks for sample in own)
         assert filler is not None
         work.see(checked, filler, sum(counts), backward)
         self._check_that_ranks_are_alone(filler)

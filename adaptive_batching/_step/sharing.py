@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from adaptive_batching._ranks.agree import ONLY_HERE, Ranks
+from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._step.share import SampleCost, Share, share_out
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._values import first_line
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -108,36 +108,68 @@ class Sharing:
 
         The result is None on all ranks if a sample cannot be sent.
         """
-        rank = self._ranks.rank
-
-        def packed() -> dict[int, bytes]:
-            outgoing = {}
+        rank, outgoing, received, failure = self._ranks.rank, dict[int, bytes](), dict[tuple[int, int], Any](), ""
+        try:
             for other, parts in enumerate(share.parts):
                 moved = {(home, i): samples[i] for part in parts for home, i in part if home == rank != other}
                 if moved:
-                    outgoing[other] = pickle.dumps(moved)
-            return outgoing
+                    outgoing[other] = pickled(moved)
+        except Exception as error:  # of code of the samples' own
+            failure = _in_words(error)
+        incoming = self._ranks.exchange(None if failure else outgoing)
+        try:
+            for blob in incoming or ():
+                received.update(pickle.loads(blob))
+        except Exception as error:
+            failure = _in_words(error)
+        if not self._ranks.any(bool(failure)):
+            return received
+        self._can_send = False
+        reason = next(filter(None, self._ranks.gather(failure)))
+        log.warning("samples stay on the ranks that have drawn them: they cannot be sent (%s)", reason)
+        return None
 
-        outgoing, failure = _attempt(packed)
-        incoming, received = self._ranks.exchange(outgoing), None
-        if incoming is not None:
-            received, failure = _attempt(lambda: dict(chain(*(pickle.loads(blob).items() for blob in incoming))))
-            received = None if self._ranks.any(received is None) else received
-        if received is None:
-            self._can_send = False
-            if failure:
-                log.warning(
-                    "samples stay on the ranks that have drawn them: they cannot be sent (%s)", failure, extra=ONLY_HERE
-                )
-        return received
 
-
-def _attempt(function: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of a function that runs code of the samples' own, or else what went wrong, in words."""
+def gathered(ranks: Ranks, samples: Sequence[Any]) -> tuple[list[list[Any]], str]:
+    """Return the samples of each rank, on all of them, or else why they cannot be sent, in words."""
+    blob, of_ranks, failure = b"", list[list[Any]](), ""
     try:
-        return function(), ""
+        blob = pickled([*samples])
     except Exception as error:
-        return None, f"{type(error).__name__}: {first_line(error)}"
+        failure = _in_words(error)
+    blobs, failures = zip(*ranks.gather((blob, failure)), strict=True)
+    try:
+        of_ranks = [] if any(failures) else [pickle.loads(blob) for blob in blobs]
+    except Exception as error:
+        failure = _in_words(error)
+    failure = next(filter(None, ranks.gather(failure)), "")
+    return [] if failure else of_ranks, failure
+
+
+def pickled(value: Any) -> bytes:
+    """Return ``value`` as bytes for :func:`pickle.loads` on another rank, with tensors on that rank's device.
+
+    A tensor is sent as its own values: pickled by itself, it would take along all that it is a slice of.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or value.requires_grad:
+            return NotImplemented
+        numbers = value.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return _tensor, (numbers, value.dtype, value.shape, value.device.type)
+
+
+def _tensor(numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size, device: str) -> torch.Tensor:
+    return torch.from_numpy(numbers).view(dtype).view(shape).to(device)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _speeds(paces: Sequence[float | None]) -> list[float] | None:
