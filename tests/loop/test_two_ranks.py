@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from tests.loop.test_step import collate, loss
-from tests.loop.two_ranks import BATCHES, CLIP, FAULTS, KINDS, OF_SUMS, Faulty, make_model, run_cases
+from adaptive_batching._step.sharing import pickled
+from tests.loop import shared_steps
+from tests.loop.shared_steps import CANNOT_BE_SENT, NORMS, SETTINGS, TYPES
+from tests.loop.test_step import Text, collate, loss
+from tests.loop.two_ranks import BATCHES, CLIP, FAULTS, KINDS, OF_SUMS, Faulty, make_model
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("loop_two_ranks")
@@ -20,18 +25,25 @@ TRAINED = [*(f"{kind}, {fault}" for kind in KINDS for fault in FAULTS), *(f"ddp,
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(run_cases, folder=tmp_path_factory.mktemp("two_ranks"))
+    return run_ranks(shared_steps.run_all, folder=tmp_path_factory.mktemp("two_ranks"))
 
 
-def plain_loop(kind: str) -> tuple[Faulty, list[float], list[list[torch.Tensor | None]]]:
-    """Train in one process on the samples of both ranks; return the model, the losses and the clipped gradients."""
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(shared_steps.run_all, folder=tmp_path_factory.mktemp("four_ranks"), size=4)
+
+
+def plain_loop(
+    kind: str, batches: Sequence[Sequence[Sequence[Text]]] = BATCHES
+) -> tuple[Faulty, list[float], list[list[torch.Tensor | None]]]:
+    """Train in one process on the samples of all ranks; return the model, the losses and the clipped gradients."""
     model = make_model()
     if kind == "fsdp2":
         model.use_every_parameter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, gradients = [], []
-    for batch in BATCHES:
-        total, number = loss(model, collate([*batch[0], *batch[1]]))
+    for batch in batches:
+        total, number = loss(model, collate([sample for own in batch for sample in own]))
         (total / number).backward()
         losses.append((total / number).item())
         gradients.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
@@ -119,3 +131,85 @@ def test_ways_in_which_one_rank_would_leave_others_waiting_are_refused(way: str,
 def test_running_out_of_memory_among_the_sums_of_gradients_ends_both(ranks: Found) -> None:
     assert "Connection" in ranks[0]["in a collective"]
     assert ranks[1]["in a collective"].startswith("CannotRecoverError: memory ran out inside a collective that sums")
+
+
+def assert_as_one_process(name: str, ranks: Found) -> dict[str, Any]:
+    """A run with samples shared out has trained as one process with all of them; return what the first rank found."""
+    kind, what = name.split(", ")
+    model, losses, _ = plain_loop(kind, shared_steps.drawn(len(ranks), what))
+    for found in (rank[name] for rank in ranks):
+        assert not isinstance(found, str), found
+        assert found["losses"] == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(found["weights"], [each.detach() for each in model.parameters()])
+        assert found["recoveries"] == ranks[0][name]["recoveries"] == (" on " in what and what in shared_steps.FAULTS)
+        assert kind == "ddp" or found["recoveries"] or len(found["forwards"]) == len(ranks[0][name]["forwards"])
+        assert not what.startswith("no limit") or found["sent"] == 0
+        assert what in SETTINGS or all(b * s <= shared_steps.MAX_TOKENS for b, s in found["forwards"])
+    first: dict[str, Any] = ranks[0][name]
+    return first
+
+
+def named(whats: Sequence[str]) -> list[str]:
+    return [name for name in shared_steps.runs(2) if name.split(", ", 1)[1] in whats]
+
+
+@pytest.mark.parametrize("name", named(["shared", *shared_steps.FAULTS]))
+def test_samples_that_move_to_another_rank_count_as_those_that_stay(name: str, ranks: Found) -> None:
+    """Also after running out of memory in a part with one of them, and in the next step; and if a rank has none."""
+    assert all(moved > 0 for moved in assert_as_one_process(name, ranks)["moved"])
+
+
+@pytest.mark.parametrize("what", TYPES)
+def test_samples_of_any_type_are_sent(what: str, ranks: Found) -> None:
+    assert all(moved > 0 for moved in assert_as_one_process(f"ddp, {what}", ranks)["moved"])
+
+
+def test_a_slice_is_sent_without_what_it_is_cut_from(ranks: Found) -> None:
+    whole, cut = (sum(rank[f"ddp, {what}"]["sent"] for rank in ranks) for what in ("shared", "slices"))
+    assert 0 < cut == whole
+    tensors = [torch.tensor(2.5), torch.empty(0, 3), torch.ones(2, 3).bfloat16().T, torch.tensor([True, False])]
+    for tensor in [*tensors, torch.ones(2, requires_grad=True), torch.ones(2, 2).to_sparse()]:
+        torch.testing.assert_close(pickle.loads(pickled({"a": tensor}))["a"], tensor)
+
+
+@pytest.mark.parametrize("name", named(CANNOT_BE_SENT))
+def test_samples_that_cannot_be_sent_stay_and_it_is_said_once(name: str, ranks: Found) -> None:
+    found = assert_as_one_process(name, ranks)
+    why = "AttributeError: Can't pickle" if "lambda" in name else "KeyError: 'from another version'"
+    assert not any(found["moved"])
+    for [line] in (rank[name]["told"] for rank in ranks):
+        assert line.startswith(f"samples stay on the ranks that have drawn them: they cannot be sent ({why}")
+
+
+def test_a_rank_without_samples_cannot_go_without_one_of_another(ranks: Found) -> None:
+    for rank in ranks:
+        error = rank[f"ddp, {shared_steps.NO_FILLER}"]
+        assert error.startswith("ConfigError: a rank without samples runs one of another's, and they cannot be sent (")
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize("name", named(SETTINGS))
+def test_nothing_is_shared_out_without_a_limit_on_each_rank_or_if_ranks_are_not_balanced(
+    name: str, ranks: Found
+) -> None:
+    found = assert_as_one_process(name, ranks)
+    assert not any(found["moved"]) and not found["told"]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_samples_stay_where_a_module_computes_over_the_batch(norm: str, ranks: Found) -> None:
+    for rank in ranks:
+        shared, off = rank[f"ddp, {norm}"], rank[f"ddp, {norm} off"]
+        assert shared["losses"] == off["losses"] and not any(shared["moved"])
+        why = f"module.norm ({norm}) computes over the batch"
+        assert shared["told"] == [f"samples stay on the ranks that have drawn them: {why}"] and not off["told"]
+
+
+@pytest.mark.parametrize("name", shared_steps.runs(4))
+def test_four_ranks_share_out_a_step_as_two_do(name: str, four_ranks: Found) -> None:
+    found = assert_as_one_process(name, four_ranks)
+    if name.split(", ")[1] in CANNOT_BE_SENT:
+        assert not any(found["moved"][1:]), "rank 0 gets nothing in the first step"
+        assert [len(rank[name]["told"]) for rank in four_ranks] == [1] * 4
+    else:
+        assert all(moved > 0 for moved in found["moved"])

@@ -279,9 +279,3 @@ CASES: dict[str, Callable[[], Any]] = {
     "refusals": refusals,
     "in a collective": in_a_collective,  # the last, as ranks do not agree any more
 }
-
-
-def run_cases() -> dict[str, Any]:
-    """Return what came of all cases on this rank."""
-    dist.init_process_group("gloo")
-    return {name: case() for name, case in CASES.items()}
