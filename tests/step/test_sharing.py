@@ -1,13 +1,19 @@
-"""What ranks tell each other before they share out a step, where the others are stood in for."""
+"""What ranks tell and send each other to share out a step."""
 
 from __future__ import annotations
 
+import os
 import pickle
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from adaptive_batching._ranks.agree import Ranks, is_lost_rank
 from adaptive_batching._step.sharing import Sharing
+from tests.support.ranks import start_ranks
 
 LENGTHS = [100] * 12
 
@@ -76,3 +82,23 @@ def test_the_least_limit_of_all_ranks_counts() -> None:
     sharing = shared_with(limit=300)
     assert sharing.last is not None
     assert all(len(part) <= 3 for turns in sharing.last.parts for part in turns)
+
+
+def exchange() -> None:
+    """Send between two ranks, of which the second ends before it has sent what it said it would."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    ranks = Ranks()
+    other = 1 - ranks.rank
+    assert ranks.exchange({other: b"from %d" % ranks.rank}) == [b"from %d" % other]
+    assert ranks.exchange({} if ranks.is_first else {0: b"more"}) == ([b"more"] if ranks.is_first else [])
+    assert ranks.exchange({} if ranks.is_first else None) is None
+    if not ranks.is_first:
+        ranks.gather({0: 100})
+        os._exit(0)
+    with pytest.raises(RuntimeError) as lost:
+        ranks.exchange({})
+    assert is_lost_rank(lost.value)
+
+
+def test_ranks_send_to_each_other_and_do_not_wait_for_one_that_has_ended(tmp_path: Path) -> None:
+    assert start_ranks(exchange, folder=tmp_path), (tmp_path / "output.txt").read_text()
