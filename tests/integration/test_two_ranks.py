@@ -296,7 +296,7 @@ def test_a_run_that_is_shared_out_goes_on_within_an_epoch(finished: Finished) ->
 
 
 @of_launch("shared")
-@pytest.mark.parametrize("function", ["dumps", "loads"])
+@pytest.mark.parametrize("function", ["pickled", "loads"])
 def test_samples_that_cannot_be_sent_stay_where_they_were_drawn(
     function: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:

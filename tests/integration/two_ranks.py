@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -430,18 +432,15 @@ SHARED_FAULTS: list[Fault | None] = [
 ]  # fmt: skip
 
 
-class FailingPickle:
-    """The module ``pickle``, whose ``function`` fails from its second call on; mostly one rank sends in a step."""
+def fails_from_the_second_call_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = count(1)
 
-    def __init__(self, function: str) -> None:
-        self._function, self._calls = function, 0
+    def run(*arguments: Any) -> Any:
+        if next(calls) > 1:
+            raise TypeError(f"this sample has a bug in {function.__name__}")
+        return function(*arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == self._function:
-            self._calls += 1
-            if self._calls > 1:
-                raise TypeError(f"this sample has a bug in {name}")
-        return getattr(pickle, name)
+    return run
 
 
 def runs_that_are_shared_out(run: Runner) -> None:
@@ -454,9 +453,11 @@ def runs_that_are_shared_out(run: Runner) -> None:
     common = [*SGD, ACCUMULATE, *SHARED["full"], *BY_LENGTH]
     run("full", "padded", *common, "adaptive_batching.padding=True")
     run("full", "recovered", *common, model("full"), faults=SHARED_FAULTS)
-    for function in ("dumps", "loads"):
-        with mock.patch.object(sharing, "pickle", FailingPickle(function)):
-            run("full", function, *common, probed_by="full_drawn")
+    with mock.patch.object(sharing, "pickled", fails_from_the_second_call_on(sharing.pickled)):
+        run("full", "pickled", *common, probed_by="full_drawn")
+    loads = fails_from_the_second_call_on(pickle.loads)
+    with mock.patch.object(sharing, "pickle", SimpleNamespace(**{**vars(pickle), "loads": loads})):
+        run("full", "loads", *common, probed_by="full_drawn")
     run_in_two(run, "full", *SGD, *SHARED["full"], "dataset.samples=48", *BY_LENGTH)
     with mock.patch.object(sharing, "share_out", share_out if RANK == 0 else mock.Mock(side_effect=ZeroDivisionError)):
         run("full", "lost", *common, probed_by="full_drawn")
