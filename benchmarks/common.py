@@ -126,7 +126,7 @@ def write_report(
         f"# {title}",
         f"\n    {shlex.join(['python', *sys.argv])}\n",
         f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {name}, {len(os.sched_getaffinity(0))} CPU cores; "
-        f"Python {platform.python_version()}, {versions}; commit {_commit()}",
+        f"Python {platform.python_version()}, {versions}; commit {commit()}",
         *(f"- {fact}" for fact in facts),
         "",
         *rows,
@@ -140,8 +140,8 @@ def write_report(
         print(json.dumps(figures))
 
 
-def _commit() -> str:
-    """The commit that is measured, with ``-dirty`` where files differ from it; results may, as each run writes some."""
+def commit() -> str:
+    """Return the measured commit, with ``-dirty`` where files differ from it; results may, as each run writes some."""
     git = ["git", "-C", str(Path(__file__).parent)]
     changed = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"]
     try:

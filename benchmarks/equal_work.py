@@ -1,10 +1,19 @@
 """How long does a step take whose samples are shared out among ranks, over one in which no rank waits for another?
 
     pip install -e .[bench]
-    python benchmarks/equal_work.py                  # about 4 minutes on 2 cores
+    python benchmarks/equal_work.py                  # about 10 minutes on 2 cores
+    python benchmarks/equal_work.py --part real      # the other half of the result file stays
 
-Steps are simulated: each rank draws samples of log-normal lengths (median 200 tokens, mean 296, at most 2,048, which
-half a percent have), and a step takes as long as its slowest rank. Samples of ``s`` tokens cost ``s + s**2 / (6 *
+*Real*: ``full_finetune_distributed`` on two ranks, each on a core of its own, with one thread. Two recipes in the same
+processes take turns step by step, of which one has each rank compute the samples that it has drawn, and both train on
+the same. Data are the quickstart's and a long-tailed set: log-normal lengths, median 100 tokens, at most 512. Seconds
+are those of the first rank, which waits for the other; processor seconds those of the rank that has used most in each
+step, which is how long it would take if no other program ran. Every rank runs one forward in a step, with as many
+tokens as there are, so that the two do not learn different sizes. The optimizer is SGD, as Adam makes rounding as large
+as its steps.
+
+*Simulated*: each rank draws samples of log-normal lengths (median 200 tokens, mean 296, at most 2,048, which half a
+percent have), and a step takes as long as its slowest rank. Samples of ``s`` tokens cost ``s + s**2 / (6 *
 hidden_size)``. *Ideal* is the mean over ranks, with samples end to end. Where a single sample costs more than that, no
 rule reaches it: *least possible*. Every rule has the same draws.
 
@@ -17,16 +26,24 @@ rule reaches it: *least possible*. Every rule has the same draws.
 Where ranks wait for each other in every forward, as those of a sharded model do, the time of a step is the sum over its
 forwards of the slowest rank's, and what ranks run at the same time should be alike, too. A second table has these.
 
-The last line printed is a JSON object: time over ideal, end to end, and the share of samples that move on 8 ranks.
+The last line printed is a JSON object: seconds as drawn over seconds shared out, and over processor seconds; the share
+of a step that sharing takes; the largest relative difference of losses; time over ideal, end to end; and the share of
+samples that move, of real ones on two ranks and of simulated ones on 8.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,12 +51,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from common import write_report
+from common import commit, write_report
+from overhead import WARM_UP_STEPS
+from torch.utils.data import Dataset
 
 from adaptive_batching._step.share import SampleCost, share_out
 from adaptive_batching._step.split import SplitRule, split_samples
 
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "equal_work_cpu.md"
 MEDIAN, SIGMA, LONGEST = 200, 0.9, 2048
 SAMPLES = 8  # that a rank draws for a step
 IN_TURNS_SAMPLES, IN_TURNS_STEPS, LIMITS = 32, 50, (2048, 4096, 8192)
@@ -216,49 +238,260 @@ def seconds_to_share(cost: SampleCost) -> float:
     return min(seconds)
 
 
+class LongTailed(Dataset[dict[str, Any]]):
+    """Random tokens of log-normal lengths."""
+
+    def __init__(self, tokenizer: Any, samples: int, **ignored: Any) -> None:
+        generator = random.Random(0)
+        draws = [generator.lognormvariate(math.log(100), 1.0) for _ in range(samples)]
+        self._samples = [[generator.randrange(1, 4000) for _ in range(min(max(round(each), 8), 512))] for each in draws]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self._samples[index]
+        return {"tokens": tokens, "labels": [-100, *tokens[1:]], "mask": [False] * len(tokens)}
+
+
+DATA: dict[str, dict[str, Any]] = {
+    "quickstart": {},
+    "long-tailed": {"_component_": "equal_work.LongTailed"},
+}
+DRAWN, SHARED = 0, 1
+
+
+def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) -> None:
+    """Train as drawn and shared out in turns, on this rank; the first one writes what all have measured."""
+    sys.path.insert(0, str(ROOT))
+    from omegaconf import OmegaConf
+    from overhead import TakingTurns, run_all
+
+    from adaptive_batching._step.forward_cost import RowSize
+    from adaptive_batching._step.sharing import Sharing
+    from adaptive_batching.torchtune import load_stock
+    from recipes import full_finetune_distributed as ours
+
+    cores = sorted(os.sched_getaffinity(0))
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    stock: Any = load_stock("full_finetune_distributed")
+    turns = TakingTurns(first)
+    processor: list[list[float]] = [[], []]
+    sharing: list[tuple[float, float, int]] = []
+    used = [time.process_time()]
+
+    def timed(self: Sharing, *arguments: Any, **named: Any) -> Any:
+        start, used_before = time.perf_counter(), time.process_time()
+        parts = original(self, *arguments, **named)
+        moved = 0 if self.last is None else self.last.num_moved
+        sharing.append((time.perf_counter() - start, time.process_time() - used_before, moved))
+        return parts
+
+    original, Sharing.parts = Sharing.parts, timed  # type: ignore[method-assign]
+    RowSize._TOKENS_AT_FIRST = 2**20
+
+    def make(name: str, balances: bool) -> Any:
+        cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+        cfg.update(
+            data_dir=inputs, output_dir=f"{directory}/{name}", batch_size=SAMPLES, epochs=1, micro_batch_size="auto",
+            use_maximum_batch_size=False, batch_increase_function=None,
+            adaptive_batching={"balance_ranks": balances, "memory_limit": "4GiB"},
+        )  # fmt: skip
+        cfg.tokenizer.max_seq_len = 512
+        cfg.optimizer = {"_component_": "torch.optim.SGD", "lr": 0.1}
+        number = num_ranks * SAMPLES * num_steps
+        cfg.dataset.update(split=f"train[:{number}]")
+        if DATA[data]:
+            cfg.dataset = {**DATA[data], "samples": number, "packed": False}
+        made: Any = ours.FullFinetuneRecipeDistributed(cfg=cfg)
+        made.setup(cfg)
+        stock.init_process_group = lambda backend: None  # the next recipe joins the same
+        made.save_checkpoint = lambda epoch: None
+        return made
+
+    threads = []
+    for number in (DRAWN, SHARED):
+        recipe = make(f"{number}", number == SHARED)
+        turn = turns.watcher(number)
+        step_done = turn.step
+
+        def note(*arguments: Any, number: int = number, step_done: Any = step_done, **named: Any) -> None:
+            now = time.process_time()
+            processor[number].append(now - used[0])
+            step_done(*arguments, **named)
+            used[0] = time.process_time()
+
+        turn.step = note
+        recipe.watchers.append(turn)
+        threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
+    run_all(threads)
+    of_ranks = recipe.ranks.gather({"seconds": turns.seconds, "processor": processor, "sharing": sharing})
+    if recipe.ranks.is_first:
+        Path(directory, "found.json").write_text(json.dumps({"losses": turns.losses, "ranks": of_ranks}))
+    recipe.ranks.leave()
+    recipe.cleanup()
+
+
+@dataclass(frozen=True)
+class Half:
+    """What one half of the benchmark has found."""
+
+    facts: list[str]
+    rows: list[str]
+    figures: dict[str, Any]
+
+
+def real(num_ranks: Sequence[int], num_steps: int, repeats: int) -> Half:
+    """Measure on real ranks, each on a core of its own as far as there are so many."""
+    from adaptive_batching._torchtune.cli.quickstart import build
+
+    load, rows, figures = os.getloadavg()[1], list[str](), dict[str, Any]()
+    differences, moved, overheads = [0.0], list[float](), list[float]()
+    with tempfile.TemporaryDirectory() as directory:
+        build(Path(directory, "inputs"))
+        for ranks in num_ranks:
+            for data in DATA:
+                found = [measure_ranks(directory, data, ranks, num_steps, repeat % 2) for repeat in range(repeats)]
+                for each in found:
+                    as_drawn, shared = (np.array(losses) for losses in each["losses"])
+                    differences.append(float(np.max(np.abs(shared / as_drawn - 1))))
+                seconds = [of_ranks[0] for of_ranks in of_steps(found, "seconds")]
+                processor = [of_ranks.max(axis=0) for of_ranks in of_steps(found, "processor")]
+                sharing = [each["ranks"][0]["sharing"][WARM_UP_STEPS:] for each in found]
+                took = [step[0] for steps in sharing for step in steps]
+                share = float(np.median(took) / np.median(seconds[SHARED]))
+                share_moved = statistics.mean(step[2] for steps in sharing for step in steps) / (ranks * SAMPLES)
+                ratios = [ratio_and_interval(*each) for each in (seconds, processor)]
+                cells = [f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios]
+                rows.append(
+                    f"| {ranks} | {data} | {np.mean(seconds[DRAWN]):.3f} | {np.mean(seconds[SHARED]):.3f} | {cells[0]} "
+                    f"| {cells[1]} | {1000 * np.median(took):.1f} ms ({share:.1%}) | {share_moved:.0%} |"
+                )
+                print(rows[-1], flush=True)
+                if data == "long-tailed":
+                    figures[f"real_speedup_{ranks}"] = round(ratios[0][0], 4)
+                    figures[f"real_processor_speedup_{ranks}"] = round(ratios[1][0], 4)
+                if ranks == num_ranks[0]:
+                    moved.append(share_moved)
+                    overheads.append(share)
+    figures |= {
+        "loss_difference": float(f"{max(differences):.2g}"), "moved": round(max(moved), 4),
+        "sharing_share_of_step": round(max(overheads), 4),
+    }  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    facts = [
+        f"{repeats} times {num_steps - WARM_UP_STEPS} steps of {SAMPLES} samples on each rank; means, ratios of sums, "
+        "and in brackets 95 % of them",
+        f"{cores} cores, of which other programs kept {load:.1f} busy in the five minutes before; with more ranks, "
+        "several share a core",
+        "sharing: median of what a step takes to gather lengths, assign, and exchange samples, a wait for the other "
+        "rank included, and of the step",
+        f"the largest relative difference of the losses is {figures['loss_difference']:.1g}",
+    ]
+    head = "| ranks | data | as drawn | shared out | speedup | by processor seconds | sharing | moved |"
+    return Half(facts, [head, "|" + 8 * "---|", *rows], figures)
+
+
+def measure_ranks(directory: str, data: str, num_ranks: int, num_steps: int, first: int) -> dict[str, Any]:
+    """Launch the ranks, and return what they have measured."""
+    with tempfile.TemporaryDirectory(dir=directory) as out:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+        options = ["--real-steps", str(num_steps), "--measure", f"{directory}/inputs", out, data, str(first)]
+        # The threads that take turns would have heaps of their own, of which one was slower by a half.
+        environment = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "HF_DATASETS_CACHE": f"{directory}/cache"}
+        env = {**os.environ, **environment}
+        done = subprocess.run([*launch, __file__, *options], env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stderr[-4000:])
+        found: dict[str, Any] = json.loads(Path(out, "found.json").read_text())
+        return found
+
+
+def of_steps(found: Sequence[dict[str, Any]], key: str) -> list[np.ndarray[Any, Any]]:
+    """Return what ranks have measured as drawn and shared out, [ranks, steps], without the steps that warm up."""
+    return [
+        np.hstack([np.array([rank[key][way][WARM_UP_STEPS:] for rank in each["ranks"]]) for each in found])
+        for way in (DRAWN, SHARED)
+    ]
+
+
+def ratio_and_interval(ones: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> tuple[float, float, float]:
+    """Return the ratio of the sums, and where 95 % of those lie when the pairs are drawn anew, with replacement."""
+    drawn = np.random.default_rng(0).integers(len(ones), size=(2000, len(ones)))
+    low, high = np.quantile(ones[drawn].sum(1) / others[drawn].sum(1), [0.025, 0.975])
+    return float(ones.sum() / others.sum()), float(low), float(high)
+
+
+def simulated(num_ranks: Sequence[int], num_steps: int, hidden_size: int) -> Half:
+    """Simulate every rule."""
+    cost = SampleCost(0.0, 1.0, SampleCost.of_model(hidden_size).per_token_squared)
+    rows, figures = list[str](), dict[str, Any]()
+    for ranks in num_ranks:
+        found, over_ideal, moved = simulate(ranks, num_steps, cost)
+        rows += found
+        figures[f"time_over_ideal_{ranks}"] = round(over_ideal["ours"], 4)
+        figures[f"verl_over_ideal_{ranks}"] = round(over_ideal["verl"], 4)
+        figures[f"batch_rebalance_over_ideal_{ranks}"] = round(over_ideal["`batch_rebalance`"], 4)
+        figures.setdefault("moved_simulated", round(moved, 4))
+    facts = [
+        f"{num_steps} simulated steps of {SAMPLES} samples on each rank, hidden size {hidden_size:,}; time over ideal, "
+        "and tokens of the largest forward of all steps, of which each rank runs one",
+        "ideal is without padding, also where samples are padded; ours is then shared out for padded forwards, and all "
+        "others are as they are",
+        f"second table: {IN_TURNS_STEPS} steps of {IN_TURNS_SAMPLES} samples on each rank, in forwards of at most so "
+        "many tokens, for which ranks wait for each other; time over ideal, and in brackets the most forwards",
+        f"{TIMED_RANKS} ranks with {TIMED_SAMPLES} samples each are shared out in "
+        f"{1000 * seconds_to_share(cost):.0f} ms",
+    ]
+    rows = [
+        "| ranks | rule | end to end | largest | padded | largest | moved |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "| ranks | tokens | as drawn | equal sums, split on each rank | in turns | moved |",
+        "|---|---|---|---|---|---|",
+        *(in_turns(ranks, limit, cost) for ranks in num_ranks if ranks <= 64 for limit in LIMITS),
+    ]
+    return Half(facts, rows, figures)
+
+
 def main() -> None:
-    """Simulate every rule on as many ranks as asked for, and write the result file."""
+    """Measure, simulate, or both, and write the result file; a half that is not asked for stays as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["real", "simulated"], help="default: both")
+    parser.add_argument("--real-ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--real-steps", type=int, default=45)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hidden-size", type=int, default=2048)
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/equal_work_cpu.md")
+    parser.add_argument("--output", type=Path, default=RESULT, help="default: benchmarks/results/equal_work_cpu.md")
+    parser.add_argument("--measure", nargs=4, metavar=("INPUTS", "DIRECTORY", "DATA", "FIRST"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    cost = SampleCost(0.0, 1.0, SampleCost.of_model(args.hidden_size).per_token_squared)
-    rows, figures = list[str](), dict[str, Any]()
-    for num_ranks in args.ranks:
-        found, over_ideal, moved = simulate(num_ranks, args.steps, cost)
-        rows += found
-        figures[f"time_over_ideal_{num_ranks}"] = round(over_ideal["ours"], 4)
-        figures[f"verl_over_ideal_{num_ranks}"] = round(over_ideal["verl"], 4)
-        figures[f"batch_rebalance_over_ideal_{num_ranks}"] = round(over_ideal["`batch_rebalance`"], 4)
-        figures.setdefault("moved", round(moved, 4))
+    if args.measure:
+        inputs, directory, data, first = args.measure
+        measure(inputs, directory, data, args.real_steps, int(first))
+        return
+    halves: dict[str, Callable[[], Half]] = {
+        "Real": lambda: real(args.real_ranks, args.real_steps, args.repeats),
+        "Simulated": lambda: simulated(args.ranks, args.steps, args.hidden_size),
+    }
+    before = args.output.read_text() if args.part and args.output.exists() else ""
+    rows, figures = list[str](), json.loads(before.splitlines()[-1]) if before else {}
+    for name, run in halves.items():
+        if args.part in (None, name.lower()):
+            half = run()
+            rows += [f"## {name}", "", f"- at commit {commit()}", *(f"- {fact}" for fact in half.facts), "", *half.rows]
+            figures |= half.figures
+        elif f"## {name}\n" in before:
+            kept = before.split(f"## {name}\n")[1].split("\n## ")[0].split("\n    {")[0]
+            rows += [f"## {name}", *kept.rstrip().splitlines()]
+        rows.append("")
     write_report(
-        "Equal work for every rank",
-        device="cpu",
-        facts=[
-            f"{args.steps} simulated steps of {SAMPLES} samples on each rank, hidden size {args.hidden_size:,}; time "
-            "over ideal, and tokens of the largest forward of all steps, of which each rank runs one",
-            "ideal is without padding, also where samples are padded; ours is then shared out for padded forwards, and "
-            "all others are as they are",
-            f"second table: {IN_TURNS_STEPS} steps of {IN_TURNS_SAMPLES} samples on each rank, in forwards of at most "
-            "so many tokens, for which ranks wait for each other; time over ideal, and in brackets the most forwards",
-            f"{TIMED_RANKS} ranks with {TIMED_SAMPLES} samples each are shared out in "
-            f"{1000 * seconds_to_share(cost):.0f} ms",
-        ],
-        rows=[
-            "| ranks | rule | end to end | largest | padded | largest | moved |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-            "| ranks | tokens | as drawn | equal sums, split on each rank | in turns | moved |",
-            "|---|---|---|---|---|---|",
-            *(in_turns(num_ranks, limit, cost) for num_ranks in args.ranks if num_ranks <= 64 for limit in LIMITS),
-        ],
-        figures=figures,
-        output=args.output,
-        packages=("torch", "transformers"),
-    )
+        "Equal work for every rank", device="cpu", facts=[], rows=rows[:-1], figures=figures, output=args.output,
+        packages=("torch", "torchtune", "transformers"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
