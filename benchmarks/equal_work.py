@@ -346,7 +346,7 @@ def real(num_ranks: Sequence[int], num_steps: int, repeats: int) -> Half:
     """Measure on real ranks, each on a core of its own as far as there are so many."""
     from adaptive_batching._torchtune.cli.quickstart import build
 
-    load, rows, figures = os.getloadavg()[1], list[str](), dict[str, Any]()
+    load, rows, figures = os.getloadavg()[0], list[str](), dict[str, Any]()
     differences, moved, overheads = [0.0], list[float](), list[float]()
     with tempfile.TemporaryDirectory() as directory:
         build(Path(directory, "inputs"))
@@ -383,10 +383,10 @@ def real(num_ranks: Sequence[int], num_steps: int, repeats: int) -> Half:
     facts = [
         f"{repeats} times {num_steps - WARM_UP_STEPS} steps of {SAMPLES} samples on each rank; means, ratios of sums, "
         "and in brackets 95 % of them",
-        f"{cores} cores, of which other programs kept {load:.1f} busy in the five minutes before; with more ranks, "
-        "several share a core",
+        f"{cores} cores, with a load of {load:.1f} in the minute before; where there are more ranks, several share a "
+        "core, and the threads of a rank that communicate always share its own",
         "sharing: median of what a step takes to gather lengths, assign, and exchange samples, a wait for the other "
-        "rank included, and of the step",
+        "rank included, and as a share of the step",
         f"the largest relative difference of the losses is {figures['loss_difference']:.1g}",
     ]
     head = "| ranks | data | as drawn | shared out | speedup | by processor seconds | sharing | moved |"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from adaptive_batching._values import AdaptiveBatchingError
 
 _TIMEOUT_OF_TRIAL = timedelta(seconds=20)
+_SIZE, _AT_ONCE = 8, 1024  # bytes: of the size of what a rank tells, and of this itself, where it is no more
 
 T = TypeVar("T")
 
@@ -132,9 +134,21 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        # As torch's all_gather_object does, but in one collective where little is told, and half the time.
+        told = pickle.dumps(value)
+        heads = self._gather_bytes(len(told).to_bytes(_SIZE, "big") + told[:_AT_ONCE], _SIZE + _AT_ONCE)
+        sizes = [int.from_bytes(head[:_SIZE], "big") for head in heads]
+        of_ranks = [head[_SIZE:] for head in heads]
+        if max(sizes) > _AT_ONCE:
+            of_ranks = self._gather_bytes(told, max(sizes))
+        return [pickle.loads(told[:size]) for told, size in zip(of_ranks, sizes, strict=True)]
+
+    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
+        """Return what each rank gives, with zeros at its end up to ``size``, which is the same on all."""
+        sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        received = torch.empty(self.size * size, dtype=torch.uint8)
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+        return [of_rank.numpy().tobytes() for of_rank in received.split(size)]
 
     def exchange(self, outgoing: Mapping[int, bytes] | None) -> list[bytes] | None:
         """Send bytes to other ranks, by their numbers, and return what they have sent to this one.

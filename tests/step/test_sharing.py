@@ -85,10 +85,12 @@ def test_the_least_limit_of_all_ranks_counts() -> None:
 
 
 def exchange() -> None:
-    """Send between two ranks, of which the second ends before it has sent what it said it would."""
+    """Tell and send between two ranks, of which the second ends before it has sent what it said it would."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ranks = Ranks()
     other = 1 - ranks.rank
+    for sizes in ((1, 10), (1, 5000), (5000, 6000)):
+        assert ranks.gather("x" * sizes[ranks.rank]) == ["x" * size for size in sizes]
     assert ranks.exchange({other: b"from %d" % ranks.rank}) == [b"from %d" % other]
     assert ranks.exchange({} if ranks.is_first else {0: b"more"}) == ([b"more"] if ranks.is_first else [])
     assert ranks.exchange({} if ranks.is_first else None) is None
@@ -100,5 +102,5 @@ def exchange() -> None:
     assert is_lost_rank(lost.value)
 
 
-def test_ranks_send_to_each_other_and_do_not_wait_for_one_that_has_ended(tmp_path: Path) -> None:
+def test_ranks_tell_and_send_each_other_and_do_not_wait_for_one_that_has_ended(tmp_path: Path) -> None:
     assert start_ranks(exchange, folder=tmp_path), (tmp_path / "output.txt").read_text()
