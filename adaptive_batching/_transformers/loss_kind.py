@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +64,17 @@ class LossKind:
             values = values[..., 1:]
         number: torch.Tensor = values.sum() if self.of.endswith("sum") else values.ne(IGNORED).sum()
         return number
+
+    def label_of(self, samples: Sequence[Sample], batch: Mapping[str, Any]) -> str | None:
+        """Return the field of samples that is the only target of each, as in ``batch``; None if that is not so."""
+        if self.takes_number or self.of != "targets" or batch[self.key].dim() != 1:
+            return None
+        labels = batch[self.key].tolist()
+        for key in samples[0] if isinstance(samples[0], Mapping) else ():
+            with contextlib.suppress(TypeError):  # of what is no whole number
+                if [operator.index(sample[key]) for sample in samples] == labels:
+                    return str(key)
+        return None
 
     def __str__(self) -> str:
         if self.takes_number:

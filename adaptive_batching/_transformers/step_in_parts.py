@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,7 +38,7 @@ from adaptive_batching._transformers.handed_out import (
     has_decoder,
     replaced,
 )
-from adaptive_batching._transformers.loss_kind import LossKind
+from adaptive_batching._transformers.loss_kind import IGNORED, LossKind
 from adaptive_batching._transformers.row_of_samples import (
     Carried,
     NoRowError,
@@ -123,7 +125,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
         if balances_ranks and ranks.size > 1 and isinstance(size, ByLength) and length is not None:
             self.sharing = Sharing(ranks, hidden_size(trainer.model), waits=bool(self.models))
-        self._num_drawn: int | None = None  # samples of this rank in a step that is shared out
+        self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
+        self._label: str | None = None  # the field of a sample that is its only target
         self._row_size = RowSize()
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
@@ -132,6 +135,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._gathered_first: list[FSDPModule] = []
         self._filler: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._batches: list[Any] = []  # that run
+        self._numbers: list[float] = []  # of the losses in each
         self._rows: list[Row | None] = []  # that they are laid out in
         self._parallel = DataParallel(ranks, self.parameters, self.models)
         remedy = "leave micro_batch_size out, or train without adaptive"
@@ -185,6 +189,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._forward_backward = partial(trainer.forward_backward, trainer.model)
         self.pads = not _is_one_row(collated(samples[:2], self.collate), len(samples[:2]))
         self._filler = [short_with_targets(trainer, self.kind, samples)]
+        self._label = self.kind.label_of(samples, collated(samples, self.collate))
         end_forward(self.models)
         record = partial(self._parallel.record, partial(self._run_alike, self._run_filler), trainer.args.device)
         try:
@@ -326,21 +331,25 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         samples = [sample for batch in batches for sample in batch]
         lengths, rule = [self.tokens([sample]) for sample in samples], self._rule(samples, max_tokens)
         limits = [limit for limit in (rule.max_tokens, max_tokens) if limit is not None]
+        weight = self._weight_of_sample(samples)
         parts = sharing.parts(
-            samples, lengths, self._weight_of_sample(len(samples)), min(limits, default=None),
-            forward_cost=rule.forward_cost, pads=self.pads,
-        )  # fmt: skip
-        self._num_drawn = None if parts is None else len(samples)
+            samples, lengths, weight, min(limits, default=None), forward_cost=rule.forward_cost, pads=self.pads
+        )
+        self._num_drawn = None if parts is None else weight
         return parts
 
-    def _weight_of_sample(self, num_samples: int) -> float | None:
+    def _weight_of_sample(self, samples: list[Sample]) -> int | None:
         """Return what has to be alike on all ranks for a sample to weigh as much on each; None if nothing will do.
 
         Trainer divides the sum over ranks by the targets of all of them, or else takes the mean of their means.
         """
         if self.kind.takes_number:
-            return 1.0 if self._trainer.args.average_tokens_across_devices else None
-        return float(num_samples) if self.kind.of == "samples" else None
+            return 1 if self._trainer.args.average_tokens_across_devices else None
+        if self.kind.of == "samples":
+            return len(samples)
+        if self._label is None:
+            return None
+        return sum(operator.index(sample[self._label]) != IGNORED for sample in samples)
 
     def filler(self) -> Part:
         return Part(self._filler, self.tokens(self._filler), weight=0)
@@ -351,6 +360,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._batches, self._rows = [batch for batch, _ in made], [row for _, row in made]
         counted = zip(self._batches, [len(part.samples) for part in weighted], strict=True)
         numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
+        self._numbers = [*map(float, numbers)]
         total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
         runs: list[Callable[[], torch.Tensor]] = [
             partial(self._run_row, batch, row, number, total, len(weighted), part)
@@ -464,21 +474,25 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return self._dependent_module
 
     def _share_metrics(self, saved: Metrics | None) -> None:
-        """Make what TRL has counted in this step that of all ranks.
+        """Make what TRL has counted in the parts of this step that of the step on all ranks, as one batch.
 
         TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
         """
-        if self._parallel.ranks.size == 1 or saved is None:
+        if saved is None:
             return
         before, tokens_before = saved
         metrics = self._trainer._metrics["train"]
         new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
-        here = {key: sum(values) / len(values) for key, values in new.items() if values}
+        numbers = [number for number in self._numbers if number or self.kind.takes_number]  # others count nothing
+        sums = {}
+        for key, values in new.items():
+            weights = numbers if len(values) == len(numbers) and any(numbers) else [1.0] * len(values)
+            sums[key] = math.fsum(map(operator.mul, values, weights)), math.fsum(weights)
         tokens = self._trainer._total_train_tokens - tokens_before
-        of_ranks, counts = zip(*self._parallel.ranks.gather((here, tokens)), strict=True)
-        for key in here:
-            values = [metrics_of_rank[key] for metrics_of_rank in of_ranks if key in metrics_of_rank]
-            metrics[key] = [*before.get(key, ()), sum(values) / len(values)]
+        of_ranks, counts = zip(*self._parallel.ranks.gather((sums, tokens)), strict=True)
+        for key in (key for key, values in new.items() if values):
+            total, number = map(math.fsum, zip(*(of_rank[key] for of_rank in of_ranks if key in of_rank), strict=True))
+            metrics[key] = [*before.get(key, ()), total / number]
         self._trainer._total_train_tokens = tokens_before + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
 
