@@ -62,8 +62,8 @@ def in_one_process(
     folder: Path, ours: AdaptiveArguments | None = None, checkpoint: Path | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Return what one process finds that has the samples of both."""
-    settings = {**SHORT, "per_device_train_batch_size": 32, **settings}
-    trainer = trainers.make_trainer(folder, ours, data=trainers.make_data(SAMPLES), **settings)
+    settings = {**SHORT, "per_device_train_batch_size": 32, "data": trainers.make_data(SAMPLES), **settings}
+    trainer = trainers.make_trainer(folder, ours, **settings)
     trainer.train(checkpoint and str(checkpoint))
     sums = [float(value.double().abs().sum()) for value in trainers.weights(trainer).values()]
     return {"logged": trainers.logged(trainer), "weights": sums}
@@ -123,15 +123,19 @@ def test_the_first_process_records_what_all_have_done(ranks: list[Found], folder
 
 
 def test_a_loss_that_is_a_mean_over_samples_is_one_with_a_sharded_model(ranks: list[Found], tmp_path: Path) -> None:
-    """On two devices Trainer multiplies it by two, because the model takes num_items_in_batch."""
+    whole = in_one_process(tmp_path, model=classes_of_two_devices(), collator=trainers.collate_classes)
+    assert_alike(of_run("fsdp short classes", ranks), whole)
+
+
+def classes_of_two_devices() -> Any:
+    """Return a model whose loss is twice as large, as Trainer makes it, because it takes num_items_in_batch."""
 
     def double(model: Any, args: Any, output: Any) -> None:
         output["loss"] = 2 * output["loss"]
 
     model = trainers.make_classes()
     model.register_forward_hook(double)
-    whole = in_one_process(tmp_path, model=model, collator=trainers.collate_classes)
-    assert_alike(of_run("fsdp short classes", ranks), whole)
+    return model
 
 
 @pytest.mark.parametrize("name", ["ddp rows llama", "fsdp rows checkpointed"])
@@ -151,6 +155,81 @@ def test_samples_of_a_sharded_model_are_padded_if_it_would_not_keep_them_apart(
     assert_alike(found, in_one_process(tmp_path, model=architectures.make("Bloom")))
     assert [rank["fsdp auto bloom"]["in_rows"] for rank in ranks] == [False, False]
     assert all(of_run(f"{name} probed {of}", ranks)["in_rows"] for name, of in (("ddp", "llama"), ("fsdp", "sft")))
+
+
+def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return read_events(find_record(folder / name.replace(" ", "_")))["step"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_samples_that_ranks_share_out_count_as_in_one_process(
+    strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
+) -> None:
+    name = f"{strategy} shared counted"
+    found, keys = of_run(name, ranks), (*KEYS, "num_input_tokens_seen")
+    assert_alike(found, in_one_process(tmp_path, **two_ranks.LLAMAS["counted"]), keys)
+    assert_alike(found, of_run("ddp drawn counted", ranks), keys)
+    steps = steps_of(folder, name)
+    assert all(step["slowest"] <= step["slowest_as_drawn"] for step in steps)
+    assert [step["moved"] > 0 for step in steps] == [step["slowest_as_drawn"] > 1.01 for step in steps]
+    assert sum(step["moved"] > 0 for step in steps) == 3, "one is even as it is"
+    assert all(step["moved"] is None for step in steps_of(folder, "ddp drawn counted"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_samples_are_shared_out_again_when_a_rank_with_those_of_another_is_short(
+    strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
+) -> None:
+    name = f"{strategy} shared late"
+    assert_alike(of_run(name, ranks), in_one_process(tmp_path))
+    assert [rank[name]["recoveries"] for rank in ranks] == [1, 1]
+    first, second = steps_of(folder, name)
+    assert (first["recoveries"], second["recoveries"]) == (0, 1) and second["moved"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_samples_with_a_label_each_are_shared_out(
+    strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
+) -> None:
+    name, data = f"{strategy} shared labelled", trainers.make_labelled(SAMPLES)
+    model, collator = classes_of_two_devices(), trainers.collate_labelled
+    assert_alike(of_run(name, ranks), in_one_process(tmp_path, model=model, collator=collator, data=data))
+    assert all(step["moved"] > 0 for step in steps_of(folder, name))
+
+
+def test_samples_stay_in_a_step_of_which_ranks_have_other_numbers(ranks: list[Found], folder: Path) -> None:
+    """In the first step, each has as many, of which one counts nothing."""
+    name = "ddp shared uneven"
+    assert_alike(of_run(name, ranks), of_run("ddp drawn uneven", ranks))
+    first, second = steps_of(folder, name)
+    assert first["moved"] > 0 and second["moved"] is None
+    assert len(stays(ranks[0][name])) == 1
+
+
+def stays(found: Mapping[str, Any]) -> list[str]:
+    return [line for line in found["told"] if line.startswith("samples stay on the ranks that have drawn them: they w")]
+
+
+@pytest.mark.parametrize("model", ["bert", "apart"])
+def test_samples_stay_where_a_mean_is_of_each_rank_by_itself(model: str, ranks: list[Found], folder: Path) -> None:
+    found, drawn = (of_run(f"ddp {ours} {model}", ranks) for ours in ("shared", "drawn"))
+    assert found["logged"] == drawn["logged"] and found["digest"] == drawn["digest"]
+    assert all(step["moved"] is None for step in steps_of(folder, f"ddp shared {model}"))
+    assert len(stays(found)) == 1 and not stays(drawn)
+
+
+@pytest.mark.parametrize("model", two_ranks.OF_TRL)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_metrics_of_trl_are_those_of_all_samples_wherever_they_are_computed(
+    strategy: str, model: str, ranks: list[Found], folder: Path
+) -> None:
+    name = f"{strategy} shared {model}"
+    found, stock = of_run(name, ranks), of_run(f"ddp stock {model}", ranks)
+    over_tokens = ("logits/chosen", "logits/rejected", "mean_token_accuracy", "entropy") if model == "dpo" else ()
+    keys = [key for key in losses(stock)[0] if key not in over_tokens]
+    assert {"num_tokens", "rewards/margins" if model == "dpo" else "mean_token_accuracy"} <= {*keys}
+    assert_alike(found, stock, keys)
+    assert all(step["moved"] > 0 for step in steps_of(folder, name))
 
 
 def test_with_none_set_a_sharded_model_trains_bit_for_bit_as_with_trainer(ranks: list[Found]) -> None:

@@ -77,6 +77,15 @@ def collate_classes(samples: list[Features]) -> dict[str, torch.Tensor]:
     return {**collate(samples), "labels": torch.tensor([sample["input_ids"][0] % 3 for sample in samples])}
 
 
+def make_labelled(num_samples: int) -> list[Features]:
+    """Samples with a label each."""
+    return [{**sample, "label": sample["input_ids"][0] % 3} for sample in make_data(num_samples)]
+
+
+def collate_labelled(samples: list[Features]) -> dict[str, torch.Tensor]:
+    return {**collate(samples), "labels": torch.tensor([sample["label"] for sample in samples])}
+
+
 def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **settings: Any) -> Any:
     defaults = dict(
         per_device_train_batch_size=8, num_train_epochs=2, learning_rate=3e-3, logging_steps=1, save_strategy="no",

@@ -25,8 +25,11 @@ from adaptive_batching._probe.trial import unchanged
 from adaptive_batching._ranks import fsdp
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._transformers import trainer_probe
+from adaptive_batching._transformers.handed_out import StepInputs
+from adaptive_batching._transformers.step_in_parts import ForwardBackward, StepInParts
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
+from tests.loop.shared_steps import told
 from tests.support.steps import predicted_and_real
 from tests.transformers import architectures, trainers
 
@@ -43,6 +46,8 @@ OURS = {
     "rows": AdaptiveArguments(micro_batch_size="auto"),
     "auto": AdaptiveArguments(micro_batch_size="auto"),
     "found": AdaptiveArguments(micro_batch_size="auto"),
+    "shared": AdaptiveArguments(micro_batch_size="auto"),
+    "drawn": AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"balance_ranks": False}),
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"}),
     "growing": AdaptiveArguments(
         batch_increase_function=DOUBLE, micro_batch_size=6, adaptive_batching={"max_batch_size": 32}
@@ -59,6 +64,9 @@ SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
 
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "late": {},
+    "counted": {"include_num_input_tokens_seen": "non_padding", "num_train_epochs": 2},
+    "apart": {"average_tokens_across_devices": False},
     "checkpointed": {"gradient_checkpointing": True},
     "float16": {"fp16": True},
 }
@@ -68,12 +76,26 @@ OF_TRL = {"sft": "SFT", "dpo": "DPO"}
 """Kind of a trainer of TRL, by the name of what is trained."""
 
 
+SHARED = ["counted", "uneven", "bert", "apart"]
+"""What is trained with samples shared out among ranks, and as they were drawn."""
+
+
 class ShortOnOneRank(trainers.OutOfMemory):
     """Memory is short on the second rank alone."""
 
     def _check(self, model: Any, args: Any, kwargs: Any) -> None:
         if RANK == 1:
             super()._check(model, args, kwargs)
+
+
+class ShortLater(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Memory is short on the second rank from the second step on."""
+
+    def __init__(self, model: Any) -> None:
+        self._short = ShortOnOneRank(model, 10**9)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._short.most_tokens = 60
 
 
 class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -143,6 +165,24 @@ def comparing(found: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def uneven_steps() -> Iterator[None]:
+    """Have one sample of each rank ignored in the first step, and three of the second rank left out in the second."""
+    stock = StepInParts.__call__
+
+    def call(self: StepInParts, inputs: StepInputs, forward_backward: ForwardBackward) -> torch.Tensor:
+        first, *others = inputs.batches
+        if self._trainer.state.global_step == 0:
+            first = [{**first[0], "label": -100}, *first[1:]]
+        elif RANK == 1:
+            first = first[3:]
+        inputs.batches = [first, *others]
+        return stock(self, inputs, forward_backward)
+
+    with mock.patch.object(StepInParts, "__call__", call):
+        yield
+
+
+@contextlib.contextmanager
 def sharding_on_hosts() -> Iterator[None]:
     """Have Accelerate shard a model on CPUs, where it would take DDP."""
     from accelerate.state import AcceleratorState, PartialState
@@ -171,10 +211,16 @@ def make(name: str, folder: Path, **more: Any) -> Any:
     torch.manual_seed(0)
     if model in OF_TRL:
         return of_trl(model, folder, arguments, settings)
-    made = {"classes": trainers.make_classes, "bloom": lambda: architectures.make("Bloom")}
+    made = {
+        **dict.fromkeys(("classes", "labelled", "uneven"), trainers.make_classes), "bert": trainers.make_bert,
+        "bloom": lambda: architectures.make("Bloom"),
+    }  # fmt: skip
+    of_labels = model in ("labelled", "uneven")
+    collator = trainers.collate_labelled if of_labels else trainers.collate
     return trainers.make_trainer(
-        folder, arguments, model=made.get(model, trainers.make_llama)(), data=trainers.make_data(SAMPLES),
-        collator=trainers.collate_classes if model == "classes" else trainers.collate,
+        folder, arguments, model=made.get(model, trainers.make_llama)(),
+        data=(trainers.make_labelled if of_labels else trainers.make_data)(SAMPLES),
+        collator=trainers.collate_classes if model == "classes" else collator,
         **{"gradient_accumulation_steps": 2, **settings, **LLAMAS.get(model, {})},
     )  # fmt: skip
 
@@ -194,15 +240,18 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     saves = {"save_strategy": "steps", "save_steps": SAVED_AT[ours]} if ours in SAVED_AT else {}
     with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext():
         trainer = make(name, folder, **saves)
-        if ours == "rows":
+        if ours in ("rows", "shared", "drawn"):
             trainers.without_probe(trainer, 90)
         if ours in ("short", "maximum", "rows"):
             ShortOnOneRank(trainer.model, 130 if model in OF_TRL else 60)
         if ours == "found":
             trainer.adaptive.find()
-        found: dict[str, Any] = {}
+        if model == "late":
+            trainer.add_callback(ShortLater(trainer.model))
+        found: dict[str, Any] = {"told": []}
         how = failing_once(trainer, ours) if ours not in OURS else contextlib.nullcontext()
-        with comparing(found) if ours == "probed" and strategy == "fsdp" else how:
+        how = uneven_steps() if model == "uneven" else how
+        with comparing(found) if ours == "probed" and strategy == "fsdp" else how, told(found["told"]):
             trainer.train()
         found |= outcome(trainer)
         if ours == "growing":
@@ -246,6 +295,8 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 def runs() -> list[str]:
     ddp = ["parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama"]
+    ddp += ["shared late", "shared labelled"]
+    ddp += [f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")]
     sharded = [
         "stock llama",
         "off llama",
@@ -256,10 +307,10 @@ def runs() -> list[str]:
         "auto bloom",
     ]
     sharded += [f"{place} llama" for place in ("head", "gather", "reduce")]
-    sharded += ["recompute checkpointed", "short float16"]
+    sharded += ["recompute checkpointed", "short float16", "shared counted", "shared labelled", "shared late"]
     if importlib.util.find_spec("trl") is not None:
-        ddp += ["stock sft", "short sft", "stock dpo"]
-        sharded += ["probed sft", "short dpo"]
+        ddp += ["stock sft", "short sft", "stock dpo", "shared sft", "shared dpo"]
+        sharded += ["probed sft", "short dpo", "shared sft", "shared dpo"]
     return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in sharded]
 
 
