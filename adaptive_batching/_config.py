@@ -57,7 +57,7 @@ class AdaptiveBatchingConfig:
     """True to have ``micro_batch_size=auto`` pad samples of similar length, rather than lay them end to end."""
 
     balance_ranks: bool = True
-    """False to have each of several ranks compute the samples that it has drawn, with ``micro_batch_size=auto``."""
+    """False to have each rank compute the samples that it has drawn, with ``micro_batch_size=auto``."""
 
     save_every_n_steps: int | None = None
     """Optimizer steps between checkpoints. None saves one per epoch, as stock does."""

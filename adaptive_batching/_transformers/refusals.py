@@ -151,7 +151,10 @@ def check_data(trainer: Any) -> None:
         if not len(data):
             raise ConfigError(f"{name} no samples")
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        raise ConfigError("train_sampling_strategy='batch_rebalance' makes batches of its own; use random")
+        raise ConfigError(
+            "train_sampling_strategy='batch_rebalance' makes batches of its own, and is not needed: with "
+            "micro_batch_size='auto', ranks share out the samples of a step by themselves; use random"
+        )
     for key in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, key):
             raise ConfigError(f"accelerator_config.{key}=True cuts batches after they are collated; set it to False")

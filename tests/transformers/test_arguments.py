@@ -69,6 +69,8 @@ def test_trls_parser_reads_a_yaml(tmp_path: Path) -> None:
     [
         ({"adaptive_batching": {"haedroom": 1}}, "adaptive_batching.haedroom is unknown; did you mean 'headroom'"),
         ({"adaptive_batching": '{"headroom"'}, "is not JSON"),
+        ({"adaptive_batching": {"balance_ranks": "no"}}, "adaptive_batching.balance_ranks='no' must be True or"),
+        ({"adaptive_batching": {"balance_rank": False}}, "balance_rank is unknown; did you mean 'balance_ranks'"),
         ({"micro_batch_size": "explore"}, "micro_batch_size='explore' is for the torchtune recipes"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be a whole number of at least 1"),
         ({"micro_batch_size": 4, "use_maximum_batch_size": True}, "with micro_batch_size=4 any batch runs; set one"),
