@@ -226,7 +226,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _lay_end_to_end(self, samples: Sequence[Sample]) -> None:
         """Have samples laid end to end if the model computes the same; leave a line that says why not, or that so."""
         why = ""
-        shifts = tuple(dict.fromkeys((self.kind.key, "labels")))
+        batch = collated(samples[:1], self.collate)
+        shifts = tuple(key for key in dict.fromkeys((self.kind.key, "labels")) if key in batch)
         for targets in (shifts, ()) if self.kind.of.startswith("shifted") else ((), shifts):
             try:
                 off = self._off_in_rows(samples, targets)

@@ -155,7 +155,14 @@ def test_a_habit_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["dynamic rotary frequencies", "a sum in an attribute", "a list in an attribute", "data that draw"]
+    "name",
+    [
+        "dynamic rotary frequencies",
+        "a sum in an attribute",
+        "a list in an attribute",
+        "data that draw",
+        "targets of another name",
+    ],
 )
 def test_a_probe_leaves_a_stranger_as_it_was(name: str, tmp_path: Path) -> None:
     check(HABITS[name], tmp_path, "auto")
