@@ -103,6 +103,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+MEANS = {
+    "SFT": ("entropy", "mean_token_accuracy"), "DPO": ("rewards/chosen", "rewards/margins", "logps/rejected"),
+    "Reward": ("accuracy", "margin", "mean_reward"),
+}  # fmt: skip
+"""Metrics of TRL that are means over what the loss is one of."""
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "ours"),
     [
@@ -129,6 +136,7 @@ def test_a_trainer_of_trl_trains_as_before(
         most = max(shape.numel() for shape in watched.forwards[2:])  # the first have told what the loss is
         assert most <= 64, "as many as fit, with padding and without"
     assert_alike(split, stock)
+    assert_alike(split, stock, 1e-3, keys=MEANS[kind])
     found, expected = (next(each for each in logged(one) if "loss" in each) for one in (split, stock))
     assert found.keys() == {*expected, *trainers.OURS}
     assert found["num_tokens"] == expected["num_tokens"], "each sample counts once"
