@@ -155,14 +155,15 @@ class Ranks:
 
         None stands for a failure to make them; then nothing is sent, and the result is None on all ranks.
         """
-        sizes = self.gather(None if outgoing is None else {rank: len(sent) for rank, sent in outgoing.items()})
-        if outgoing is None or None in sizes:
+        sizes = torch.tensor([-1 if outgoing is None else len(outgoing.get(rank, b"")) for rank in range(self.size)])
+        expected = torch.empty_like(sizes)
+        dist.all_to_all_single(expected, sizes, group=self._group)
+        if outgoing is None or expected.min() < 0:
             return None
         waiting, incoming = [], []
-        for rank, of_rank in enumerate(sizes):
-            assert of_rank is not None
-            if self.rank in of_rank:
-                incoming.append(torch.empty(of_rank[self.rank], dtype=torch.uint8))
+        for rank, size in enumerate(expected.tolist()):
+            if size:
+                incoming.append(torch.empty(size, dtype=torch.uint8))
                 waiting.append(dist.irecv(incoming[-1], rank, group=self._group))
         for rank, sent in outgoing.items():
             waiting.append(dist.isend(torch.frombuffer(bytearray(sent), dtype=torch.uint8), rank, group=self._group))
