@@ -148,7 +148,7 @@ class Ranks:
         sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         received = torch.empty(self.size * size, dtype=torch.uint8)
         dist.all_gather_into_tensor(received, sent, group=self._group)
-        return [of_rank.numpy().tobytes() for of_rank in received.split(size)]
+        return [of_rank.tobytes() for of_rank in received.numpy().reshape(self.size, size)]
 
     def exchange(self, outgoing: Mapping[int, bytes] | None) -> list[bytes] | None:
         """Send bytes to other ranks, by their numbers, and return what they have sent to this one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import pickle
@@ -11,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +22,7 @@ from adaptive_batching._values import first_line
 
 log = logging.getLogger(__name__)
 
+_HAS_NUMPY = importlib.util.find_spec("numpy") is not None  # torch works without it
 _RECENT = 64  # forwards whose time says how fast a rank is; a quarter of them are enough to begin with
 _UNLIKE = 1.1  # times as fast as another that a rank has to be, as timings are noisy
 
@@ -158,13 +159,13 @@ def pickled(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.layout != torch.strided or value.requires_grad:
+        if not _HAS_NUMPY or type(value) is not torch.Tensor or value.layout != torch.strided or value.requires_grad:
             return NotImplemented
         numbers = value.cpu().contiguous().flatten().view(torch.uint8).numpy()
         return _tensor, (numbers, value.dtype, value.shape, value.device.type)
 
 
-def _tensor(numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size, device: str) -> torch.Tensor:
+def _tensor(numbers: Any, dtype: torch.dtype, shape: torch.Size, device: str) -> torch.Tensor:
     return torch.from_numpy(numbers).view(dtype).view(shape).to(device)
 
 
