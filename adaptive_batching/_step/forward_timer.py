@@ -40,7 +40,8 @@ class ForwardTimer(Generic[P]):
     def read(self) -> None:
         """Have all that has been timed observed; a step is over."""
         for part, begin, end in self._events:
-            end.synchronize()
+            if not end.query():  # as a rule the device is past it, and nothing is waited for
+                end.synchronize()
             self._observe(part, begin.elapsed_time(end) / 1000)
         self._events.clear()
 
