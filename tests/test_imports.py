@@ -54,7 +54,7 @@ PURE = {
         "dry_run/": "answer ends history picture",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule controller increase learning_rate_scale noise_scale schedules",
-        "step/": "split fastest forward_cost limits share",
+        "step/": "split fastest forward_cost limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
         "trace/": "allocator reserved traced_step",

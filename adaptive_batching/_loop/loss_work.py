@@ -102,7 +102,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         if not self._parallel.ranks.all(self.max_tokens is not None):  # without it, the user wants one forward
             return None
         limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        lengths = [self.tokens([sample]) for sample in samples]
+        lengths = self.lengths(samples)
         parts = sharing.parts(samples, lengths, 1.0, min(limits), pads=self.pads)
         if parts is not None and (module := self.batch_dependent_module()) is not None:
             self._sharing = None
@@ -115,7 +115,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         rule = SplitRule()
         if self.max_tokens is not None:
             rule = SplitRule(max_tokens=min(self.max_tokens, self.max_tokens if max_tokens is None else max_tokens))
-        split = split_samples([self.tokens([sample]) for sample in samples], rule, max_tokens)
+        split = split_samples(self.lengths(samples), rule, max_tokens)
         return [[samples[index] for index in part] for part in split]
 
     def _divisor(self, num_parts: int) -> float | None:
@@ -146,7 +146,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def _observe(self, part: LossPart, seconds: float) -> None:
         assert self._sharing is not None
-        self._sharing.observe([self.tokens([sample]) for sample in part.samples], seconds, pads=self.pads)
+        self._sharing.observe(self.lengths(part.samples), seconds, pads=self.pads)
 
     def put_back(self) -> None:
         self._timer.forget()

@@ -61,6 +61,10 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
         lengths = [max(self.length(sample) or 0, 1) for sample in samples]
         return padded_tokens(lengths) if self.pads else sum(lengths)
 
+    def lengths(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the tokens of each of ``samples``, as :meth:`tokens` counts them."""
+        return [self.tokens([sample]) for sample in samples]
+
     def length(self, sample: Sample) -> int | None:
         if self._length is None:
             return None

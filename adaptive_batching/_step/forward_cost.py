@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,12 @@ log = logging.getLogger(__name__)
 # Share of a step's time that is not worth a larger forward; share of a forward's time that a measurement can be off by;
 # rise of the time from one sample to two from which on a device is taken to be filled.
 _GAIN = 0.02
-_GAIN_OF_ROWS = 0.03  # which take more memory, and are timed while training
 _UNCERTAINTY = 0.1
 _FILLED = 1.5
 # Forwards and backwards of a search for the largest size: three steps, each with those of two parts.
 _OF_A_SEARCH = 6
 _MEASUREMENTS_KEPT = 200  # the weight of older ones would be less than 2 %
 _OUTLIER = 4.0  # a forward that took this many times as long as necessary was waiting for something else
-
-
-Gather = Callable[[tuple[float, bool]], list[tuple[float, bool]]]
 
 
 class ForwardCost:
@@ -76,76 +72,6 @@ class ForwardCost:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._to_skip = state["to_skip"]
         self._recent.extend((tokens, seconds) for tokens, seconds in state["recent"])
-
-
-class RowSize:
-    """Tokens of a row of samples end to end: doubled while the time of a token falls enough, learnt while training.
-
-    Longer rows have fewer fixed costs, but on a CPU they leave its caches, and anywhere they take more memory. Where a
-    forward has a fixed cost, each doubling gains half of what the one before gained: the next is tried if it should
-    gain ``_GAIN_OF_ROWS`` at least, and stays if it has. A size counts by the fastest of three steps; the first step of
-    a run does not count, as it includes one-time setup. All ranks go up together, each from an eighth of its step.
-    """
-
-    _TOKENS_AT_FIRST = 1024
-    _PARTS_AT_FIRST = 8  # of a step that has more
-    _STEPS = 3  # at each size
-
-    def __init__(self) -> None:
-        self._size = self._TOKENS_AT_FIRST
-        self._most = 0  # tokens of the step that could be a row
-        self._rate: float | None = None  # seconds per token at half of this size
-        self._rates: list[float] = []  # of steps at this size
-        self._is_settled = False
-        self._begun = 0  # steps
-        self._tokens, self._seconds = 0, 0.0  # of the forwards of a step
-
-    def tokens(self, most: int) -> int:
-        """Return the most tokens that a row should have, where up to ``most`` of a step could be one."""
-        self._most = max(self._most, most)
-        if self._begun == 1 and not self._is_settled:
-            self._size = max(self._size, -(-most // self._PARTS_AT_FIRST))
-        return self._size
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take note of a forward and backward of the step."""
-        self._tokens += tokens
-        self._seconds += seconds
-
-    def begin_step(self, gather: Gather = lambda value: [value]) -> None:
-        """Decide on the size of the next step, from those before it; all ranks call this, and decide alike.
-
-        ``gather`` returns the values of all ranks.
-        """
-        if self._is_settled:
-            return
-        self._begun += 1
-        if self._begun > 2:
-            self._rates.append(self._seconds / max(self._tokens, 1))
-        can_grow, self._most, self._tokens, self._seconds = self._size < self._most, 0, 0, 0.0
-        if len(self._rates) < self._STEPS:
-            return
-        # The slowest rank counts, as the others wait for it.
-        rates, can = zip(*gather((min(self._rates), can_grow)), strict=True)
-        rate, self._rates = max(rates), []
-        if not any(can):
-            return
-        gain = 1.0 if self._rate is None else 1 - rate / self._rate
-        self._is_settled = gain < 2 * _GAIN_OF_ROWS
-        if gain < _GAIN_OF_ROWS:
-            self._size //= 2
-        if self._is_settled:
-            log.info(
-                "rows have up to %d tokens: longer ones would gain less than %.0f %%", self._size, 100 * _GAIN_OF_ROWS
-            )
-        else:
-            self._rate, self._size = rate, 2 * self._size
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self._size, "rate": self._rate, "is_settled": self._is_settled}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._size, self._rate, self._is_settled = state["size"], state["rate"], state["is_settled"]
 
 
 class ForwardTimes:

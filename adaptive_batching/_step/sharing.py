@@ -43,13 +43,23 @@ class Sharing:
 
     def __init__(self, ranks: Ranks, hidden_size: int, *, waits: bool) -> None:
         self.last: Share | None = None
-        """How the last step was shared out; None if it was not."""
+        """How the step was shared out; None if it is not."""
 
         self._ranks, self._cost = ranks, SampleCost.of_model(hidden_size)
         self._waits = waits
         self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds for the work of a token, in forwards of this rank
         self._said_that_weights_differ = False
         self._can_send = True
+
+    def begin_step(self) -> None:
+        """Take note that a step begins, which may not be shared out."""
+        self.last = None
+
+    @property
+    def balance(self) -> tuple[float, float, int] | tuple[()]:
+        """The last values of a step's :class:`~adaptive_batching._report.events.StepCost`; none if it is not shared."""
+        share = self.last
+        return () if share is None else (share.time.over_mean, share.as_drawn_over_mean, share.num_moved)
 
     def parts(
         self,
@@ -127,7 +137,10 @@ class Sharing:
             return received
         self._can_send = False
         reason = next(filter(None, self._ranks.gather(failure)))
-        log.warning("samples stay on the ranks that have drawn them: they cannot be sent (%s)", reason)
+        log.warning(
+            "samples stay on the ranks that have drawn them: they cannot be sent (%s); make them picklable, or set "
+            "balance_ranks=False", reason
+        )  # fmt: skip
         return None
 
 

@@ -196,8 +196,7 @@ class Recording(TrainerCallback):
         tokens, padded = (inputs.tokens, inputs.padded_tokens) if self._run.is_text else (None, None)
         peak = None if self._peak is None else self._peak.read()
         step = self._run.step
-        share = None if step is None or step.sharing is None else step.sharing.last
-        balance = () if share is None else (share.time.over_mean, share.as_drawn_over_mean, share.num_moved)
+        balance = () if step is None or step.sharing is None else step.sharing.balance
         cost = StepCost(self._seconds(), inputs.forwards, tokens, padded, peak, *balance)
         before = self._since_log
         sums = [(a or 0) + (b or 0) for a, b in ((before.tokens, tokens), (before.padded_tokens, padded))]

@@ -24,9 +24,10 @@ from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
-from adaptive_batching._step.forward_cost import ForwardTimes, RowSize
+from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing, hidden_size
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
@@ -330,7 +331,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _shared(self, batches: Sequence[list[Sample]], max_tokens: int | None, sharing: Sharing) -> Parts | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
         samples = [sample for batch in batches for sample in batch]
-        lengths, rule = [self.tokens([sample]) for sample in samples], self._rule(samples, max_tokens)
+        lengths, rule = self.lengths(samples), self._rule(samples, max_tokens)
         limits = [limit for limit in (rule.max_tokens, max_tokens) if limit is not None]
         weight = self._weight_of_sample(samples)
         parts = sharing.parts(
@@ -396,7 +397,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         parts = []
         for samples in together:
             rule = self._rule(samples, max_tokens)
-            split = split_samples([self.tokens([sample]) for sample in samples], rule, max_tokens, pads=self.pads)
+            split = split_samples(self.lengths(samples), rule, max_tokens, pads=self.pads)
             parts += [[samples[index] for index in part] for part in split]
         return parts
 
@@ -435,7 +436,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if self.in_rows:
             self._row_size.observe(part.tokens, seconds)
         if self.sharing is not None:
-            self.sharing.observe([self.tokens([sample]) for sample in part.samples], seconds, pads=self.pads)
+            self.sharing.observe(self.lengths(part.samples), seconds, pads=self.pads)
 
     def put_back(self) -> None:
         self._timer.forget()

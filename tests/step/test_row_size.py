@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptive_batching._step.forward_cost import RowSize
+from adaptive_batching._step.row_size import RowSize
 
 CAPACITY = 16_384
 

@@ -1,4 +1,4 @@
-"""What ranks tell and send each other to share out a step."""
+"""Ranks share out a step: how they agree on it, and how samples get from one to another."""
 
 from __future__ import annotations
 
@@ -77,6 +77,14 @@ def test_samples_that_weigh_otherwise_on_another_rank_stay(
     assert sharing.last is None
     assert sharing.parts([None], [9], 1.0, None, pads=False) is None
     assert caplog.text.count("samples stay on the ranks that have drawn them") == 1, "said once"
+
+
+def test_a_step_that_is_not_shared_out_has_no_balance() -> None:
+    """As one whose noise is measured, for which no rank is asked."""
+    sharing = shared_with()
+    assert len(sharing.balance) == 3
+    sharing.begin_step()
+    assert len(sharing.balance) == 0
 
 
 def test_the_least_limit_of_all_ranks_counts() -> None:

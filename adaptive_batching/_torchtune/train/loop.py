@@ -17,7 +17,7 @@ from adaptive_batching._memory import PeakSoFar, memory_meter
 from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.summary import columns
 from adaptive_batching._step.runner import StepRunner
-from adaptive_batching._step.share import Share
+from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Sums
@@ -128,9 +128,9 @@ class TrainingLoop:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         samples = [sample for batch in self._window for sample in batch]
-        sharing = self._work.splitter.sharing
-        share = None if sharing is None else sharing.last
-        cost = None if self._costs is None else self._costs.cost_of(samples, parts, seconds, share)
+        cost = (
+            None if self._costs is None else self._costs.cost_of(samples, parts, seconds, self._work.splitter.sharing)
+        )
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{training.global_step}|Loss: {float(loss):.4f}")
         size = len(self._window[-1]) if schedule.adapts else None
@@ -194,13 +194,13 @@ class StepCosts:
         self._peak = PeakSoFar(host.device)
 
     def cost_of(
-        self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float, share: Share | None
+        self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float, sharing: Sharing | None
     ) -> StepCost:
         objective, tokens, padded = self._host.objective, None, None
-        if share is not None:  # those that this rank has computed, wherever they were drawn
+        balance = () if sharing is None else sharing.balance
+        if balance:  # those that this rank has computed, wherever they were drawn
             samples = [sample for part in micro_batches if not part.is_filler for sample in part.samples] or samples
         if samples and objective.is_text(samples[0]):
             tokens = sum(len(objective.tokens(sample)) for sample in samples)
             padded = sum(part.tokens for part in micro_batches)
-        balance = () if share is None else (share.time.over_mean, share.as_drawn_over_mean, share.num_moved)
         return StepCost(seconds, len(micro_batches), tokens, padded, self._peak.read(), *balance)

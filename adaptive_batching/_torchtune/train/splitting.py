@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from adaptive_batching._step.forward_cost import ForwardCost, RowSize
+from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._step.sharing import Sharing, hidden_size
 from adaptive_batching._step.split import (
     FORWARD_COST,
@@ -102,6 +103,8 @@ class Splitter:
         """Take note that a step begins, all of whose samples have one size of rows."""
         if self._makes_rows:
             self._split_policy.row_size.begin_step(self._ranks.gather)
+        if self.sharing is not None:
+            self.sharing.begin_step()
 
     def split(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
@@ -140,9 +143,9 @@ class Splitter:
         if lists is None:
             return None
         assert weight is not None
-        fillers = [self.filler(samples)] * len(lists)  # so that parts stay at the place of others that take as long
         weighted = self._weighted([[part] for part in lists], weight)
-        return [filler if not part else part[0] for part, filler in zip(weighted, fillers, strict=True)]
+        # With fillers, parts stay at the place of those that take as long on other ranks.
+        return [part[0] if part else self.filler(samples) for part in weighted]
 
     def _weight_of_term(self, batch: list[Sample]) -> Fraction | None:
         """Return what a term of the loss of a batch is multiplied by; None if samples count that have no terms."""
