@@ -284,8 +284,9 @@ def test_steps_that_are_shared_out_padded_and_again_train_as_drawn(name: str, fi
     if name == "recovered":
         assert [step["oom_retries"] for step in run.metrics] == [0, 1, 2, 3, 5, 5]
         failed = [step for step, fault in zip(events(run, "step"), SHARED_FAULTS, strict=True) if fault is not None]
-        # Whether one with little to gain is shared out depends on what forwards have taken.
-        assert any(step["moved"] and step["forwards"] > 1 for step in failed)
+        assert all(step["forwards"] > 1 for step in failed)
+        # Whether samples move in the fourth step, which gains 2 %, depends on what forwards have taken.
+        assert all(step["moved"] for step in failed if step["step"] != 4)
 
 
 @of_launch("shared")
