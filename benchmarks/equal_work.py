@@ -73,7 +73,7 @@ Draw = list[list[int]]  # for each rank, the lengths of the samples that it draw
 
 @dataclass(frozen=True)
 class Step:
-    """What ranks compute in a step, and the share of it that others have drawn."""
+    """The work of each rank in a step, and the share of samples that were moved to another rank."""
 
     parts: Sequence[Sequence[Sequence[int]]]
     """Of each rank, by forward, the lengths of samples."""
@@ -267,7 +267,7 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
     from omegaconf import OmegaConf
     from overhead import TakingTurns, run_all
 
-    from adaptive_batching._step.forward_cost import RowSize
+    from adaptive_batching._step.row_size import RowSize
     from adaptive_batching._step.sharing import Sharing
     from adaptive_batching.torchtune import load_stock
     from recipes import full_finetune_distributed as ours
@@ -335,7 +335,7 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
 
 @dataclass(frozen=True)
 class Half:
-    """What one half of the benchmark has found."""
+    """The results of one half of the benchmark, real or simulated."""
 
     facts: list[str]
     rows: list[str]
@@ -417,7 +417,7 @@ def of_steps(found: Sequence[dict[str, Any]], key: str) -> list[np.ndarray[Any, 
 
 
 def ratio_and_interval(ones: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> tuple[float, float, float]:
-    """Return the ratio of the sums, and where 95 % of those lie when the pairs are drawn anew, with replacement."""
+    """Return the ratio of the sums, and its 95 % confidence interval, by bootstrapping pairs."""
     drawn = np.random.default_rng(0).integers(len(ones), size=(2000, len(ones)))
     low, high = np.quantile(ones[drawn].sum(1) / others[drawn].sum(1), [0.025, 0.975])
     return float(ones.sum() / others.sum()), float(low), float(high)

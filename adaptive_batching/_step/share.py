@@ -10,8 +10,9 @@ rank that drew it if that has room. Otherwise it goes to the rank with the most 
 has enough. Room is an even share of the work that is left, or what the longest sample needs, if that is more. So a rank
 gives away its shortest samples, and few tokens move.
 
-Samples padded to the longest of their part cost least beside others of their length. They are sorted, and cut into one
-run for each rank and turn, all within a time that is as short as possible. Few stay with the rank that drew them.
+Where samples are padded to the longest in their part, a part is cheapest if its samples have similar lengths. So they
+are sorted and cut into one run per rank and turn, with the shortest possible time for a turn. Few stay with the rank
+that drew them.
 
 Each sample is in one part, and all ranks have as many parts. The step is not slower than as drawn. A part is within the
 limit, unless it is a single sample. The result depends on the arguments alone: ranks that know all lengths agree on it.

@@ -77,7 +77,7 @@ OF_TRL = {"sft": "SFT", "dpo": "DPO"}
 
 
 SHARED = ["counted", "uneven", "bert", "apart"]
-"""What is trained with samples shared out among ranks, and as they were drawn."""
+"""Runs with samples shared out among ranks, each compared with the same run as drawn."""
 
 
 class ShortOnOneRank(trainers.OutOfMemory):
