@@ -29,6 +29,7 @@ from tests.torchtune.test_meta_setup import config
 
 CONFIG = str(QUICKSTART / "full_single_device.yaml")
 SMALL = [
+    "data_dir=not/there",  # whatever a quickstart has left in this folder
     "use_maximum_batch_size=False",
     "batch_increase_function=null",
     "adaptive_batching.memory_limit=null",
