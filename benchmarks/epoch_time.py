@@ -12,6 +12,7 @@ Samples are truncated only at the 512 tokens that the model takes.
 - stock, ``packed=True``: packs of 512 tokens, as many in a step as hold 64 samples on average, so not the same steps;
 - ours, ``batch_size=64 micro_batch_size=auto``: samples end to end, in rows of as many tokens as are of use;
 - ours, the same with ``adaptive_batching.padding=True``: sorted by length, split at the least measured cost;
+- ours, the same with rows as long as fit, to see what it costs or gains that rows have the size that is of use;
 - the same where little memory is left, and the same with the largest forward that fits probed in full, as
   ``use_maximum_batch_size`` needs it, to see what a probe no larger than is of use costs in speed.
 
@@ -50,6 +51,7 @@ from torchtune import config
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe import find
 from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._torchtune.cli.quickstart import build
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
@@ -57,7 +59,7 @@ from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 ROOT = Path(__file__).parent.parent
 BATCH_64, ACCUMULATED, PACKED = "stock, batch_size=64", "stock, 4 x 16 accumulated", "stock, packed"
 OURS, NEAR, FULLY = "ours, micro_batch_size=auto", "ours, little memory", "ours, fully probed"
-PADDED = "ours, padded"
+PADDED, LONGEST = "ours, padded", "ours, rows as long as fit"
 BOUND = "the bound"
 AUTO = {"batch_size": 64, "gradient_accumulation_steps": 1, "micro_batch_size": "auto"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -66,11 +68,12 @@ WAYS: dict[str, dict[str, Any]] = {
     PACKED: {"gradient_accumulation_steps": 1, "dataset.packed": True},
     OURS: AUTO,
     PADDED: {**AUTO, "adaptive_batching": {"memory_limit": "2GiB", "padding": True}},
+    LONGEST: AUTO,
     NEAR: {**AUTO, "adaptive_batching": {"memory_limit": "640MiB"}},
     FULLY: AUTO,
     BOUND: {"batch_size": 256, "gradient_accumulation_steps": 1},  # the most samples of a timed batch
 }
-OF_OURS = (OURS, PADDED, NEAR, FULLY)
+OF_OURS = (OURS, PADDED, LONGEST, NEAR, FULLY)
 SAME_STEPS = (BATCH_64, ACCUMULATED, *OF_OURS)
 # Shapes of unpadded batches whose forward and backward is timed for the bound.
 LENGTHS, MOST_TOKENS, TIMES = (16, 32, 64, 128, 256, 512), 4096, 5
@@ -85,6 +88,8 @@ def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
     """Train one epoch in this process, or time forwards for the bound."""
     if way == FULLY:
         ForwardTimes.enough = lambda self: None  # type: ignore[method-assign]
+    if way == LONGEST:
+        RowSize.tokens = lambda self, most: most  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as output_dir:
         recipe, set_up, traced = set_up_recipe(way, inputs, output_dir, device, samples)
         if way == BOUND:
@@ -219,6 +224,7 @@ def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[
         "speedup_vs_packed": round(median(PACKED, "seconds") / ours, 2),
         "speedup_vs_padded": round(median(PADDED, "seconds") / ours, 2),
         "processor_vs_padded": round(median(PADDED, "processor") / median(OURS, "processor"), 2),
+        "speed_kept_by_size_of_rows": round(median(LONGEST, "seconds") / ours, 2),
         "loss_difference": float(f"{difference:.1e}"),
         "padding_ratio": round(median(OURS, "padded") / median(OURS, "real"), 3),
         **of_auto(results),
