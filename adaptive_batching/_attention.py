@@ -124,18 +124,25 @@ def attend_within_samples(
         window = None
     if not dropout and (varlen_attn := _fused(query, value)) is not None:
         return _attend_at_once(varlen_attn, query, key, value, bounds, causal=causal, scale=scale, window=window)
-    is_grouped = query.shape[1] != key.shape[1]
+    key, value = for_each_head(query, key, value)  # not all kernels take groups
     outputs = []
     for q, k, v in sample_by_sample(bounds, query, key, value):
         mask = None
         if window is not None and q.shape[2] > window:
             mask = bounds.band(query, window, causal=causal)[: q.shape[2], : q.shape[2]]
         output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, dropout_p=dropout,
-            enable_gqa=is_grouped,
-        )  # fmt: skip
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, dropout_p=dropout
+        )
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [length, heads, head size], as kernels lay it out
     return torch.cat(outputs)[None].transpose(1, 2)
+
+
+def for_each_head(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return keys or values, [b, heads, tokens, head size], copied for all heads of ``query`` that share them."""
+    return tuple(
+        tensor if tensor.shape[1] == query.shape[1] else tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+        for tensor in tensors
+    )
 
 
 def sample_by_sample(bounds: SampleBounds, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -72,6 +72,9 @@ REPLACED = {
     # While a part runs whose samples lie end to end; ``RowSeams`` (``_torchtune/stock/end_to_end.py``) puts each back.
     "torchtune.modules.attention_utils._sdpa_or_flex_attention": "makes what attention calls: it stays within a sample",
     "torchtune.modules.TransformerDecoder._validate_inputs": "holds a sample, and not a row, against max_seq_len",
+    "torchtune.modules.MultiHeadAttention": "has ``num_kv_heads`` set, as if no heads shared keys: they are not copied",
+    "torchtune.modules.TransformerDecoder.unembed": "makes logits of those tokens alone that predict a target",
+    "torchtune.modules.RotaryPositionalEmbeddings.forward": "looks up the angles of a row once for all layers",
     "torchtune.models.gemma2._attention.Gemma2Attention.forward": "runs on each sample by itself",
     "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
     # While a row of samples runs in a Trainer, and while it is looked at which models compute it as they do its samples

@@ -21,6 +21,7 @@ from torchtune.training import quantization
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._step.split import length_in_chunks
 from adaptive_batching._torchtune.stock.data import Sample, is_packed, is_text, repeat_to, stretch
+from adaptive_batching._torchtune.stock.end_to_end import RowBounds
 from adaptive_batching._torchtune.stock.objective import SHORT, Activations, Batch, Counts, Objective, StockParts, Sums
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,9 @@ class NextToken(Objective):
     def stretch(self, sample: Sample, length: int) -> Sample | None:
         return stretch(sample, length)
 
+    def with_most_targets(self, sample: Sample) -> Sample:
+        return {**sample, "labels": list(sample["tokens"])}
+
     def filler(self, samples: Sequence[Sample]) -> Sample:
         several = [sample for sample in samples if len(sample["tokens"]) > 1]
         shortest = super().filler(several) if several else stretch(samples[0], 2) or samples[0]
@@ -92,13 +96,19 @@ class NextToken(Objective):
         return len(sample["tokens"])
 
     def lay(self, samples: Sequence[Sample]) -> Batch:
-        texts = [(sample["tokens"], sample["labels"]) for sample in samples]
-        counted = sum(int((np.asarray(labels) != self._loss.ignore_index).sum()) for _, labels in texts)
-        tokens = sum(len(tokens) for tokens, _ in texts)
-        if missing := self._padded(tokens) - tokens:  # as a sample of its own, without targets
-            texts.append(([0] * missing, [self._loss.ignore_index] * missing))
-        # Stock counts the first label of each sample as a token, although it is not learned from.
-        return {**_row(texts, self._loss.ignore_index), "num_tokens": torch.tensor(counted)}
+        ignored = self._loss.ignore_index
+        row = _row([(sample["tokens"], sample["labels"]) for sample in samples], ignored)
+        targets = functional.pad(row["labels"][0, 1:], (0, 1), value=ignored)  # of each token, the one after it
+        predicting = (targets != ignored).nonzero().flatten()
+        targets = targets[predicting]
+        missing = self._padded(max(len(targets), 1)) - len(targets)
+        return {
+            **row,
+            "labels": functional.pad(targets, (0, missing), value=ignored)[None],
+            "mask": RowBounds(row["mask"].lengths, functional.pad(predicting, (0, missing))),
+            # Stock counts the first label of each sample as a token, although it is not learned from.
+            "num_tokens": torch.tensor(self.counts(samples).tokens),
+        }
 
     def _padded(self, length: int) -> int:
         return length_in_chunks(length, self._num_chunks) if self._pads else length
@@ -107,7 +117,7 @@ class NextToken(Objective):
         labels, num_tokens = self._labels(batch)  # [b, s]
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
-        labels, logits = self._aligned(labels, logits)
+        labels, logits = self._aligned(batch, labels, logits)
         # The mean times the number of its labels can be summed over micro-batches, and the gradient be divided by all
         # labels of the step.
         loss = self._loss(logits, labels) * (num_tokens if weight is None else weight)
@@ -119,10 +129,14 @@ class NextToken(Objective):
         counted = batch.pop("num_tokens", None)
         return labels, (labels != self._loss.ignore_index).sum() if counted is None else counted
 
-    def _aligned(self, labels: torch.Tensor, *logits: Any) -> tuple[Any, ...]:
-        """Move labels, so that logits stay whole: each position predicts the next one. Flatten what is in no chunks."""
-        last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
-        labels = torch.hstack((labels[..., 1:], last))
+    def _aligned(self, batch: Batch, labels: torch.Tensor, *logits: Any) -> tuple[Any, ...]:
+        """Move labels, so that logits stay whole: each position predicts the next one. Flatten what is in no chunks.
+
+        Those of a row have been moved, together with what its logits are asked for.
+        """
+        if not isinstance(batch.get("mask"), RowBounds):
+            last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
+            labels = torch.hstack((labels[..., 1:], last))
         if isinstance(logits[0], list):
             return labels, *logits
         return labels.reshape(-1), *(part.reshape(-1, part.size(-1)) for part in logits)
@@ -176,7 +190,7 @@ class Distillation(NextToken):
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
         with torch.no_grad():
             of_teacher = self.frozen_models[0](**batch)
-        labels, logits, of_teacher = self._aligned(labels, logits, of_teacher)
+        labels, logits, of_teacher = self._aligned(batch, labels, logits, of_teacher)
         divergence = self._teacher_loss(logits, of_teacher, labels)
         class_loss = self._loss(logits, labels)
         del logits, of_teacher  # else they would be held through the backward pass

@@ -121,6 +121,10 @@ class Objective(ABC):
         """Return a copy of ``sample`` with ``length`` tokens and something to learn from, or None if there is none."""
         return None
 
+    def with_most_targets(self, sample: Sample) -> Sample:
+        """Return ``sample`` with as many targets as it can have, in rows that compute no more logits than they need."""
+        return sample
+
     def filler(self, samples: Sequence[Sample]) -> Sample:
         """Return a short sample with a finite loss, made from one of ``samples``, for a forward with weight 0."""
         return min(samples, key=lambda sample: len(self.tokens(sample)))

@@ -46,7 +46,8 @@ def training_step(
         num_samples = batch_size
         if host.rows is None:
             return host.objective.collate(repeat(sample, batch_size))
-        return host.objective.lay([*repeat(sample, batch_size - 1), *_last_of_row(host.objective, sample, batch_size)])
+        most = host.objective.with_most_targets(sample)
+        return host.objective.lay([*repeat(most, batch_size - 1), *_last_of_row(host.objective, most, batch_size)])
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
         is_trace = model is not whole
