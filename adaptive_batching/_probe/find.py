@@ -92,7 +92,7 @@ class _Search:
                 trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
                 if by_curve:
                     self._predict(avoids_failures=avoids)
-                    self._expected_steps = 3 if times is None else 4
+                    self._expected_steps = 3 if times is None else 2
 
                 # What follows on a first step that makes the optimizer states is known by a replay alone. Without one,
                 # too many sizes that cannot go on would look as if they could.

@@ -315,27 +315,33 @@ def settle_for_enough(
 ) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
-    Each runs twice, because a first step often waits for something else. Return the largest size that is predicted to
-    fit by far, so that it need not run, if it is a third of what is enough or more: the time that larger ones save is
-    then at most three times what is of no use. Return it, or the largest that has run, also if what is enough is not
-    worth its trials by ``is_worth``, which takes the two sizes. Else the search goes on.
+    Return the largest size that is predicted to fit by far, so that it need not run, if it is a third of what is enough
+    or more: the time that larger ones save is then at most three times what is of no use. Else both run once more, as a
+    first step often waits for something else. Return it then, or the largest that has run, also if what is enough is
+    not worth its trials by ``is_worth``, which takes the two sizes. Else the search goes on.
     """
     sizes = curve.sizes
-    for index in range(min(2, len(sizes.candidates))):
+    smallest = range(min(2, len(sizes.candidates)))
+    for index in smallest:
         if sizes.avoids_failures and curve.exceeds(index):
             return None
-        if not sizes.low < index < sizes.high or not curve.run(index) or not sizes.run_again():
+        if not sizes.low < index < sizes.high or not curve.run(index):
             return None
-    wanted = enough()
-    if wanted is None:
-        return None
-    sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
-    by_far = min(curve.largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1) if curve.is_predicted else -1
-    largest = sizes.candidates[-1]
-    if by_far >= 0 and 3 * sizes.candidates[by_far] >= largest:
-        return sizes.candidates[by_far]
-    size = sizes.candidates[max(by_far, sizes.low)]
-    return None if size == largest or is_worth(size, largest) else size
+    for is_sure in (False, True):
+        if is_sure and not all(sizes.run_anew(index) for index in smallest):
+            return None
+        if (wanted := enough()) is None:
+            continue
+        last = max(min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1), sizes.low)
+        by_far = min(curve.largest_that_fits(CERTAIN_FIT), last) if curve.is_predicted else -1
+        if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[last]:
+            sizes.cap(sizes.candidates[last])
+            return sizes.candidates[by_far]
+        if is_sure:
+            sizes.cap(sizes.candidates[last])
+            size, largest = sizes.candidates[max(by_far, sizes.low)], sizes.candidates[last]
+            return None if size == largest or is_worth(size, largest) else size
+    return None
 
 
 def _bisect(curve: CorrectedCurve) -> None:

@@ -123,16 +123,13 @@ class SizesRun:
             self.high = index
         return measurement.fits
 
-    def run_again(self) -> bool:
-        """Run another step at the size that has just run and fitted, as training would; return True if it fits, too."""
-        if self._measure_again is None:
-            return True
-        before = self.measurements[-1]
-        measured = before.followed_by(self._measure_again(before.batch_size))
-        if measured.fits:
-            self.measurements[-1] = measured
-        else:  # which the answer would show when it is confirmed
-            self.measurements.append(replace(measured, steps=1))
+    def run_anew(self, index: int) -> bool:
+        """Run a candidate that has fitted from the start, to see what else it measures; return True if it fits again.
+
+        If it does not, it still counts as fitting, until it is the answer and is confirmed.
+        """
+        measured = self._measure(self.candidates[index])
+        self.measurements.append(measured)
         return measured.fits
 
     def _run_once(self, size: int) -> Measurement:

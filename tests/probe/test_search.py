@@ -278,7 +278,8 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
         return peak(size) + error * peak(1)
 
     settled = settle_for_enough(CorrectedCurve(sizes, predict), lambda: wanted)
-    assert device.runs == [size for size in (1, 2) if size <= upper][: len(device.runs)], "nothing larger has run"
+    smallest = [size for size in (1, 2) if size <= upper]
+    assert device.runs == (smallest * 2)[: len(device.runs)], "nothing larger has run"
     if settled is not None:
         assert wanted is not None and 3 * settled >= min(wanted, upper)
         assert settled <= 2 or settled < 1.2 * wanted + 1
@@ -308,7 +309,8 @@ def test_trials_that_cost_more_than_the_rest_of_the_run_gains_by_them_are_not_ma
     for size, seconds in ((1, 9 + fixed), (1, 1 + fixed), (2, 2 + fixed), (2, 7 + fixed)):  # of two, one had to wait
         times.note(size, seconds)
     settled = settle_for_enough(curve, lambda: wanted, times.is_worth)
-    assert device.runs == [1, 1, 2, 2] and (settled or 1) <= sizes.candidates[-1]
+    assert device.runs in ([1, 2], [1, 2, 1, 2]) and (settled or 1) <= sizes.candidates[-1]
+    assert len(device.runs) == 4 or 3 * (settled or 0) >= sizes.candidates[-1], "what is far from enough runs twice"
     largest = sizes.candidates[-1]
     cost = 3 * 2 * (1.1 * fixed + 0.1 + largest)
     gain = samples * (1.1 * fixed + 0.1) * (1 / (settled or 2) - 1 / largest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -12,10 +13,13 @@ import pytest
 import torch
 import torchtune.models
 from torch import nn
+from torchtune.data import padded_collate_sft
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from adaptive_batching._attention import SampleBounds
-from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
+from adaptive_batching._torchtune.stock.end_to_end import RowBounds, RowSeams, why_not_in_rows
+from adaptive_batching._torchtune.stock.losses import NextToken
 
 ARGUMENTS: dict[str, Any] = {
     "vocab_size": 97, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "embed_dim": 32,
@@ -64,21 +68,54 @@ def test_a_row_has_the_gradient_of_its_samples(name: str) -> None:
     state = {key: value.clone() for key, value in model.state_dict().items()}
     assert why_not_in_rows([model]) is None
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items()) and model.training
-    bounds = SampleBounds(LENGTHS)
+    bounds, predicting = SampleBounds(LENGTHS), torch.rand(sum(LENGTHS)).argsort()[: sum(LENGTHS) // 3].sort().values
     samples = [torch.randint(97, (1, length)) for length in LENGTHS]
-    weights = [torch.randn(1, length, model.output(torch.zeros(1, 1, 32)).shape[-1]) for length in LENGTHS]
+    weights = torch.zeros(1, sum(LENGTHS), model.output(torch.zeros(1, 1, 32)).shape[-1])
+    weights[:, predicting] = torch.randn_like(weights[:, predicting])
 
     def alone() -> torch.Tensor:
-        return torch.stack([(model(one) * weight).sum() for one, weight in zip(samples, weights, strict=True)]).sum()
+        parts = zip(samples, weights.split(LENGTHS, 1), strict=True)
+        return torch.stack([(model(one) * weight).sum() for one, weight in parts]).sum()
 
-    def in_row() -> torch.Tensor:
+    def in_row(bounds: SampleBounds, weights: torch.Tensor) -> torch.Tensor:
         row = model(torch.cat(samples, 1), mask=bounds, input_pos=bounds.positions())
-        return (row * torch.cat(weights, 1)).sum()
+        return (row * weights).sum()
 
     expected, seams = gradient(model, alone), RowSeams([model])
     with seams.open():
-        found = gradient(model, in_row)
-    assert float((found - expected).norm()) <= 1e-6 * float(expected.norm())
+        of_all = gradient(model, lambda: in_row(bounds, weights))
+        of_some = gradient(model, lambda: in_row(RowBounds(LENGTHS, predicting), weights[:, predicting]))
+        assert torch.equal(gradient(model, alone), expected), "what is no row is as it was"
+    for found in (of_all, of_some):
+        assert float((found - expected).norm()) <= 1e-6 * float(expected.norm())
+    assert torch.equal(gradient(model, alone), expected)
+
+
+@pytest.mark.parametrize("num_targets", [1, 5, 13, 29])
+def test_a_row_makes_logits_of_targets_alone_and_as_many_chunks_as_other_ranks(num_targets: int) -> None:
+    """A sharded output layer is gathered for each chunk, from all ranks."""
+    torch.manual_seed(0)
+    model: Any = build(DECODERS["llama3"])
+    model.set_num_output_chunks(4)
+    objective = NextToken(padded_collate_sft, CEWithChunkedOutputLoss(4), contextlib.nullcontext(), num_chunks=4)
+    labels = [3] * num_targets
+    samples = [
+        {"tokens": [1] * 40, "labels": [5] + [-100] * (39 - num_targets) + labels},
+        {"tokens": [2] * 7, "labels": [-100] * 7},
+    ]
+    sizes = list[int]()
+    model.output.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
+    expected, _ = objective.loss(model, objective.collate(samples), None)
+    sizes.clear()
+    with RowSeams([model]).open():
+        loss, _ = objective.loss(model, objective.lay(samples), None)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        assert sum(sizes) == num_targets
+        sizes.clear()
+        objective.equalize_collectives()
+        loss, _ = objective.loss(model, objective.lay(samples), None)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert len(sizes) == 4 and sum(sizes) <= num_targets + 6
 
 
 def test_all_of_torchtunes_families_are_there() -> None:

@@ -60,7 +60,7 @@ class RowSeams:
                 self._seams.append((module, "unembed", decoder.unembed))
             elif isinstance(module, MultiHeadAttention):
                 self._seams.append((module, "_attention_call", _within_samples(module)))
-                # Then keys and values are not copied for each of the heads that share them, which kernels can do without.
+                # so that keys and values are not copied for all heads that share them; kernels need not
                 self._seams.append((module, "num_kv_heads", module.num_heads))
                 rotary = module.pos_embeddings
                 if "cache" in getattr(rotary, "_buffers", ()) and rotary not in self._rotaries:
@@ -144,14 +144,14 @@ class _Rotary:
 
     def forward(self, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:
         if input_pos is None or torch.compiler.is_compiling():  # a compiler fuses the lookup
-            return self._forward(x, input_pos=input_pos)
+            return self._forward(x, input_pos=input_pos)  # type: ignore[no-any-return]
         buffers = self._module._buffers
         whole = buffers["cache"]
         if input_pos is not self._positions:
             self._positions, self._angles = input_pos, whole[input_pos[0]]
         buffers["cache"] = self._angles
         try:
-            return self._forward(x)
+            return self._forward(x)  # type: ignore[no-any-return]
         finally:
             buffers["cache"] = whole
 
