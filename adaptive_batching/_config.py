@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,12 @@ from adaptive_batching._values import (
     Whole,
     divisors_of,
     parse_micro_batch_size,
+    require_batch_size,
     require_bool,
     require_positive_int,
 )
+
+_MOST_HEADROOM = 0.5  # share of a device; more is a share to use, written in the wrong place
 
 LR_SCALINGS = ("none", "sqrt", "linear", "auto")
 """``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
@@ -122,19 +126,21 @@ class AdaptiveBatchingConfig:
             if getattr(self, key) is not None:
                 require_positive_int(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
         self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", headroom := self.headroom))
-        if self.headroom.fraction == 1:
+        if (kept := self.headroom.fraction or 0) > _MOST_HEADROOM:
+            remedy = f"adaptive_batching.memory_limit={100 - 100 * kept:g}%" if kept < 1 else "less, such as 2% or 1GiB"
             raise ConfigError(
-                f"adaptive_batching.headroom={headroom!r} keeps the whole device free and leaves no memory for "
-                "training; write less, such as '2%' or '1GiB'"
+                f"adaptive_batching.headroom={headroom!r} keeps {100 * kept:g} % of the device free; write {remedy}"
             )
         if (limit := self.memory_limit) is not None:
             amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
             self._set("memory_limit", amount)
-            if amount.bytes_of(2**50) < 2**10:
+            if amount.bytes_of(2**50) < 2**20:
                 in_bytes = f" is {amount.num_bytes} bytes, which" if amount.num_bytes else ""
+                number = re.match(r"[\d.]+", str(limit))
+                meant = f"{number[0]}GiB" if number and float(number[0]) else "40GiB"
                 raise ConfigError(
                     f"adaptive_batching.memory_limit={limit!r}{in_bytes} leaves no memory for training; write how much "
-                    "it may use, such as '40GiB' or '90%'"
+                    f"it may use, such as {meant} or 90%"
                 )
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
@@ -189,7 +195,7 @@ class AdaptiveBatchingConfig:
         Raises:
             ConfigError: On an unknown key, a wrong type or a value out of range.
         """
-        require_positive_int("batch_size", batch_size)
+        require_batch_size(batch_size)
         if section is not None and not isinstance(section, Mapping):
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -16,18 +16,15 @@ SET_UP = "set-up"  # the moment before the first step, while weights are loaded
 
 
 def gpu_memory(text: str) -> int:
-    """Return the bytes that ``--memory`` stands for; a plain number below 4096 is GiB.
+    """Return the bytes that ``--memory`` stands for.
 
     Raises:
         ConfigError: If it is no amount of memory.
     """
-    try:
-        plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
-        if num_bytes := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
+    with contextlib.suppress(ConfigError):
+        if num_bytes := MemoryAmount.parse("--memory", text).num_bytes:
             return num_bytes
-    except ConfigError:
-        pass
-    raise ConfigError(f"--memory {text} is not a memory size; write 24, 24GiB or bytes")
+    raise ConfigError(f"--memory {text} is not a memory size; write 24GiB, or 24")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _BYTES_PER_UNIT = {
     "": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
     "KB": 10**3, "MB": 10**6, "GB": 10**9,
 }  # fmt: skip
-
+_GIB_BELOW = 4096  # numbers without a unit: no device has so many GiB, and none can train in so few bytes
 
 _SECRET = re.compile("key|token|secret|passw|passphrase|credential", re.IGNORECASE)
 _NO_SECRET = re.compile(
@@ -44,9 +44,10 @@ class MemoryAmount:
 
     @classmethod
     def parse(cls, key: str, value: Any) -> MemoryAmount:
-        """Read ``1073741824``, ``1e9``, ``"40GiB"``, ``"40G"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
+        """Read ``"40GiB"``, ``"40G"``, ``"512 MB"``, ``40``, ``1073741824``, ``1e9``, ``0.9``, ``"0.9"`` or ``"90%"``.
 
-        A whole number is bytes; a number of at most 1 with a decimal point is a fraction of the device.
+        A number without a unit is GiB below 4096, as for a card, and bytes from there on; with a decimal point and of at
+        most 1 it is a fraction of the device.
         """
         if isinstance(value, MemoryAmount):
             return value
@@ -58,8 +59,10 @@ class MemoryAmount:
         unit = unit.upper()
         if not number or (unit not in _BYTES_PER_UNIT and unit != "%"):
             raise ConfigError(remedy)
-        is_whole = number.isdigit() or (float(number) > 1 and float(number).is_integer())
-        if unit == "%" or (not unit and not is_whole):
+        is_fraction = unit == "%" or (not unit and not number.isdigit() and float(number) <= 1)
+        if not unit and not is_fraction and float(number) < _GIB_BELOW:
+            unit = "GIB"
+        if is_fraction:
             fraction = float(number) / (100 if unit == "%" else 1)
             if fraction > 1:
                 raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
@@ -138,6 +141,15 @@ def require_bool(key: str, value: Any) -> None:
 def require_positive_int(key: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
+
+
+def require_batch_size(value: Any) -> None:
+    if isinstance(value, str) and not value.isdigit():
+        raise ConfigError(
+            f"batch_size={value!r} must be a whole number of at least 1; write micro_batch_size=auto to run it in forward "
+            "passes that fit, or use_maximum_batch_size=True for the largest batch"
+        )
+    require_positive_int("batch_size", value)
 
 
 def divisors_of(number: int) -> list[int]:

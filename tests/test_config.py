@@ -26,9 +26,9 @@ def test_defaults_are_off_and_null_means_the_default() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (1024, 1024), ("1024", 1024), ("40GiB", 40 * 2**30), ("1.5 GiB", 3 * 2**29), ("512MB", 512 * 10**6),
+        (4096, 4096), ("8500", 8500), (24, 24 * 2**30), ("24", 24 * 2**30), ("1.5", 3 * 2**29), ("40GiB", 40 * 2**30), ("1.5 GiB", 3 * 2**29), ("512MB", 512 * 10**6),
         (0.5, 500), ("0.9", 900), ("2%", 20), ("0", 0), (0.0, 0),
-        (1e9, 10**9), ("1e9", 10**9), ("2.5e3", 2500), ("1.5e1GiB", 15 * 2**30),
+        (1e9, 10**9), ("1e9", 10**9), ("8.5e3", 8500), ("1.5e1GiB", 15 * 2**30),
         ("24G", 24 * 2**30), ("8m", 8 * 2**20),
     ],
 )  # fmt: skip
@@ -36,7 +36,7 @@ def test_amounts_of_memory(value: Any, expected: int) -> None:
     assert MemoryAmount.parse("key", value).bytes_of(1000) == expected
 
 
-@pytest.mark.parametrize("value", [True, None, "lots", "-1", -5, "1.5", "120%", "3 XiB", [], "GiB"])
+@pytest.mark.parametrize("value", [True, None, "lots", "-1", -5, "120%", "3 XiB", [], "GiB"])
 def test_what_is_not_a_memory_size_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="key="):
         MemoryAmount.parse("key", value)
@@ -66,10 +66,16 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("sequence_length", value, WHOLE) for value in (-1, "long")),
     ("memory_limit", "lots", "is not a memory size; write 24GiB, 90% or bytes"),
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
-    *(("memory_limit", value, "is 4 bytes, which leaves no memory for training; write") for value in (4, "4", "4B")),
+    ("memory_limit", "4B", "is 4 bytes, which leaves no memory for training; write how much it may use, such as 4GiB"),
+    (
+        "memory_limit",
+        "500KB",
+        "is 500000 bytes, which leaves no memory for training; write how much it may use, such as",
+    ),
     ("headroom", "lots", "is not a memory size"),
     ("headroom", "300%", "is more than the whole device"),
-    *(("headroom", value, "keeps the whole device free") for value in ("100%", 1.0)),
+    *(("headroom", value, "keeps 100 % of the device free; write less") for value in ("100%", 1.0)),
+    *(("headroom", value, "write adaptive_batching.memory_limit=40%") for value in ("60%", 0.6)),
     ("report_dir", 3, "must be a path"),
 ]
 

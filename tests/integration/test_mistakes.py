@@ -109,7 +109,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"{PLAN} --memry 24", ["unrecognized arguments: --memry"]),
     ("quickstart --data-dir x", ["unrecognized arguments: --data-dir"]),
     # values
-    (f"{PLAN} --memory lots", ["--memory lots", "write 24, 24GiB or bytes"]),
+    (f"{PLAN} --memory lots", ["--memory lots", "write 24GiB, or 24"]),
     (f"{PLAN} --memory 24 --gpu 4090", ["--gpu: not allowed with argument --memory"]),
     (f"{PLAN} --sequence-length long", ["--sequence-length", "'long'"]),
     (f"{PLAN} --sequence-length 0", ["--sequence-length 0 must be at least 1"]),
@@ -194,7 +194,9 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
     (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
     (f"{OURS}.micro_batch_size=auto", ["belongs at the top level: write micro_batch_size=auto"]),
-    (f"{OURS}.memory_limit=4", ["adaptive_batching.memory_limit=4 is 4 bytes", "write how much it may use"]),
+    (f"{OURS}.memory_limit=4KB", ["adaptive_batching.memory_limit='4KB' is 4000 bytes", "write how much it may use"]),
+    (f"{OURS}.headroom=0.6", ["adaptive_batching.headroom=0.6 keeps 60 %", "write adaptive_batching.memory_limit=40%"]),
+    ("batch_size=auto", ["batch_size='auto' must be", "micro_batch_size=auto", "use_maximum_batch_size=True"]),
     ("max_batch_size=16", ["max_batch_size=16", "write adaptive_batching.max_batch_size=16"]),
     ("memory_limit=8GiB", ["memory_limit='8GiB'", "write adaptive_batching.memory_limit=8GiB"]),
     # validation
