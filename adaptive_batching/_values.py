@@ -46,8 +46,8 @@ class MemoryAmount:
     def parse(cls, key: str, value: Any) -> MemoryAmount:
         """Read ``"40GiB"``, ``"40G"``, ``"512 MB"``, ``40``, ``1073741824``, ``1e9``, ``0.9``, ``"0.9"`` or ``"90%"``.
 
-        A number without a unit is GiB below 4096, as for a card, and bytes from there on; with a decimal point and of at
-        most 1 it is a fraction of the device.
+        A number without a unit is GiB below 4096, as for a card, and bytes from there on; with a decimal point and at
+        most 1, it is a fraction of the device.
         """
         if isinstance(value, MemoryAmount):
             return value
@@ -146,8 +146,8 @@ def require_positive_int(key: str, value: Any) -> None:
 def require_batch_size(value: Any) -> None:
     if isinstance(value, str) and not value.isdigit():
         raise ConfigError(
-            f"batch_size={value!r} must be a whole number of at least 1; write micro_batch_size=auto to run it in forward "
-            "passes that fit, or use_maximum_batch_size=True for the largest batch"
+            f"batch_size={value!r} must be a whole number of at least 1; write micro_batch_size=auto to run it in "
+            "forward passes that fit, or use_maximum_batch_size=True for the largest batch"
         )
     require_positive_int("batch_size", value)
 
