@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -177,6 +180,16 @@ def masked(values: Any, *, is_secret: bool = False) -> Any:
 
 def names_secret(key: str) -> bool:
     return _SECRET.search(_NO_SECRET.sub("", key)) is not None
+
+
+def nearest_path(path: str) -> str:
+    """Return the dotted path of what a module has under a name near that in ``path``; empty if there is none."""
+    module, _, name = path.rpartition(".")
+    names: list[str] = []
+    with contextlib.suppress(ImportError, ValueError):
+        names = [name for name, value in vars(importlib.import_module(module)).items() if callable(value)]
+    match = difflib.get_close_matches(name, names, n=1)
+    return f"{module}.{match[0]}" if match else ""
 
 
 def first_line(error: Exception) -> str:

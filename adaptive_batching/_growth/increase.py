@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import inspect
 import logging
 import pkgutil
@@ -22,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching._values import AdaptiveBatchingError
+from adaptive_batching._values import AdaptiveBatchingError, nearest_path
 
 log = logging.getLogger(__name__)
 
@@ -147,13 +146,7 @@ def _as_component(path: str) -> str:
 def _meant(path: str) -> str:
     """Return the path of a function whose name is near that in ``path``; empty if there is none."""
     module, _, name = path.rpartition(".")
-    names: list[str] = []
-    with contextlib.suppress(ImportError, ValueError):
-        names = [name for name, value in vars(importlib.import_module(module)).items() if callable(value)]
-    if module in ("", "growth", "adaptive_batching"):
-        module, names = _GROWTH, importlib.import_module(_GROWTH).__all__
-    match = difflib.get_close_matches(name, names, n=1)
-    return f"{module}.{match[0]}" if match else ""
+    return nearest_path(f"{_GROWTH}.{name}" if module in ("", "growth", "adaptive_batching") else path)
 
 
 def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:

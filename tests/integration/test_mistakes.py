@@ -109,6 +109,10 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"{PLAN} --memry 24", ["unrecognized arguments: --memry"]),
     ("quickstart --data-dir x", ["unrecognized arguments: --data-dir"]),
     # values
+    (
+        f"{PLAN} model._component_=torchtune.models.llama3_2.lora_llama3_2_2b",
+        ["2b does not exist", "lora_llama3_2_3b?"],
+    ),
     (f"{PLAN} --memory lots", ["--memory lots", "write 24GiB, or 24"]),
     (f"{PLAN} --memory 24 --gpu 4090", ["--gpu: not allowed with argument --memory"]),
     (f"{PLAN} --sequence-length long", ["--sequence-length", "'long'"]),
@@ -236,7 +240,7 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("gradient_accumulation_steps=0", ["gradient_accumulation_steps=0 must be", "at least 1"]),
     ("optimizer.lr=fast", ["optimizer.lr='fast' must be a number"]),
     ("optimizer.lrr=1", ["optimizer", "unexpected keyword argument 'lrr'"]),
-    ("optimizer=torch.optim.Adm", ["optimizer=torch.optim.Adm", "'Adm'"]),
+    ("optimizer=torch.optim.Adm", ["optimizer=torch.optim.Adm", "Adm does not exist; did you mean torch.optim.Adam?"]),
     ("model.num_layerss=4", ["model: llama2 got an unexpected keyword argument 'num_layerss'"]),
     ("model=null", ["model=null names no component"]),
     # the command line itself

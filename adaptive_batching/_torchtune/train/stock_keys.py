@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.stock.loading import stock_recipe
 from adaptive_batching._torchtune.train.settings import FIELDS
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line, nearest_path
 
 _DTYPES = tuple(PRECISION_STR_TO_DTYPE)
 
@@ -108,10 +109,22 @@ def check_components(cfg: DictConfig) -> None:
             config.validate(alone)
         except NotWellFormed as error:
             raise ConfigError(f"{key}: {'; '.join(map(str, error.errors))}") from error
-        except (InstantiationError, TypeError, AttributeError) as error:
+        except InstantiationError as error:
+            raise ConfigError(f"{key}={value._component_}{why_not_loaded(error)}") from error
+        except (TypeError, AttributeError) as error:
             raise ConfigError(f"{key}={value._component_}: {' '.join(str(error).split())}") from error
         except ValueError:  # it does not tell its arguments
             continue
+
+
+def why_not_loaded(error: InstantiationError) -> str:
+    """Return why torchtune cannot load a component, and a name that is near, in words that follow its path."""
+    first, *rest = str(error).splitlines()
+    path = re.search(r"Error loading '(.*?)'", first)
+    near = nearest_path(path[1]) if path else ""
+    if path and near not in ("", path[1]):
+        return f" does not exist; did you mean {near}?"
+    return f" cannot be loaded ({' '.join(rest[:1]) or first}); {' '.join(rest[1:]) or 'check its path'}"
 
 
 def check_keys(cfg: DictConfig, name: str) -> None:
