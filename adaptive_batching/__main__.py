@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
+from adaptive_batching._config import as_overrides
 from adaptive_batching._dry_run.command import add_dry_run
 from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
@@ -112,7 +113,9 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     if rest:  # argparse takes positional arguments from between two options, and leaves those after the second
         if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            meant = as_overrides(rest)
+            remedy = f"; a setting of a config has no dashes: write {' '.join(meant)}" if meant else ""
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{remedy}")
         args.overrides = [*args.overrides, *rest]
     args.func(args)
 

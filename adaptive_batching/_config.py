@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,6 +222,18 @@ class AdaptiveBatchingConfig:
 
 _FLAGS = [setting.name for setting in dataclasses.fields(AdaptiveBatchingConfig) if isinstance(setting.default, bool)]
 SECTION = [setting.name for setting in dataclasses.fields(AdaptiveBatchingConfig) if setting.name not in TOP_LEVEL]
+
+
+def as_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return settings that are written as flags, such as ``--micro-batch-size auto``, as a config's overrides are."""
+    overrides = []
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if argument.startswith("--") and name in (*TOP_LEVEL, *SECTION, "batch_size", "gradient_accumulation_steps"):
+            value = value if equals else " ".join(arguments[index + 1 : index + 2])
+            overrides.append(f"{'adaptive_batching.' if name in SECTION else ''}{name}={value}")
+    return overrides
 
 
 def _check_choice(key: str, value: Any, known: Collection[str]) -> None:

@@ -113,6 +113,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
         f"{PLAN} model._component_=torchtune.models.llama3_2.lora_llama3_2_2b",
         ["2b does not exist", "lora_llama3_2_3b?"],
     ),
+    (f"{PLAN} --micro-batch-size auto", ["unrecognized arguments", "write micro_batch_size=auto"]),
+    (f"{PLAN} --memory-limit=40GiB", ["unrecognized arguments", "write adaptive_batching.memory_limit=40GiB"]),
     (f"{PLAN} --memory lots", ["--memory lots", "write 24GiB, or 24"]),
     (f"{PLAN} --memory 24 --gpu 4090", ["--gpu: not allowed with argument --memory"]),
     (f"{PLAN} --sequence-length long", ["--sequence-length", "'long'"]),
@@ -194,12 +196,14 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     (f"micro_batch_size=3 batch_size=8 use_maximum_batch_size=False {FUNCTION}=null",
      ["micro_batch_size=3", "batch_size=8", "[1, 2, 4, 8]"]),
     ("enable_async_checkpointing=True micro_batch_size=2", ["enable_async_checkpointing=True: asynch"]),
+    ("--micro_batch_size auto", ["write micro_batch_size=auto"]),
     ("batch_size=auto", ["batch_size='auto'", "whole number"]),
     (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
     (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
     (f"{OURS}.micro_batch_size=auto", ["belongs at the top level: write micro_batch_size=auto"]),
     (f"{OURS}.memory_limit=4KB", ["adaptive_batching.memory_limit='4KB' is 4000 bytes", "write how much it may use"]),
     (f"{OURS}.headroom=0.6", ["adaptive_batching.headroom=0.6 keeps 60 %", "write adaptive_batching.memory_limit=40%"]),
+    ("--micro_batch_size auto", ["write micro_batch_size=auto"]),
     ("batch_size=auto", ["batch_size='auto' must be", "micro_batch_size=auto", "use_maximum_batch_size=True"]),
     ("max_batch_size=16", ["max_batch_size=16", "write adaptive_batching.max_batch_size=16"]),
     ("memory_limit=8GiB", ["memory_limit='8GiB'", "write adaptive_batching.memory_limit=8GiB"]),
@@ -245,7 +249,7 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("model=null", ["model=null names no component"]),
     # the command line itself
     ("use_maximum_batch_size", ["key=value", "use_maximum_batch_size"]),
-    ("--use_maximum_batch_size=True", ["key=value", "--use_maximum_batch_size=True"]),
+    ("--use_maximum_batch_size=True", ["no dashes", "write use_maximum_batch_size=True"]),
 ]  # fmt: skip
 
 # What only `validate` refuses: a run takes a key that it does not know for one of a script's own.

@@ -22,6 +22,7 @@ from torchtune import config
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
+from adaptive_batching._config import as_overrides
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
@@ -104,6 +105,8 @@ def _mistake(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         remedy = "'tune run' knows torchtune's alone by name; use 'adaptive-batching run', or copy it with its 'cp'"
         return f"there is no config {config_path!r}; {remedy}"
+    if meant := as_overrides(sys.argv[1:]):
+        return f"a setting of a config has no dashes: write {' '.join(meant)}"
     what = f"{_what_cannot_be_read()} cannot be read ({first_line(error)})"
     return f"{what}; write key=value, with a value of the same kind as in the config"
 
