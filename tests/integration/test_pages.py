@@ -373,12 +373,12 @@ def test_a_recipe_of_a_page_runs(
 
 # Output
 
-OUTPUT, DRAWINGS = "docs/split-the-batch.md", "docs/how-it-works.md"
+OUTPUT = "docs/split-the-batch.md"
 
 
 def test_output_is_as_shown_numbers_aside(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:
     """Packed, so that all that is timed are numbers."""
-    assert {block.page for block in blocks("")} == {OUTPUT, DRAWINGS}
+    assert {block.page for block in blocks("")} == {OUTPUT}
     [shown] = [block.text for block in blocks("") if block.page == OUTPUT]
     caplog.set_level("INFO", "adaptive_batching")
     few = ["dataset.packed=True", "epochs=1", "batch_size=2", "adaptive_batching.memory_limit=8GiB"]
