@@ -127,7 +127,8 @@ def test_the_rooms_are_there() -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        block for block in blocks("python")
+        block
+        for block in blocks("python")
         if block.page == "README.md" or not re.search("AdaptiveStep|SFTTrainer", block.text)
     ],
     ids=str,
