@@ -135,6 +135,7 @@ class Standins:
         self._checkout, self._folder = checkout, folder
 
     def make(self) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # or each file that is not there is asked for again and again
         import datasets
         import transformers
 
