@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 from accelerate.data_loader import DataLoaderShard
@@ -15,9 +15,19 @@ from adaptive_batching._transformers.handed_out import handing_out_samples
 from adaptive_batching._values import ConfigError
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-_GENERATING = {"OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PPOTrainer", "GRPOTrainer", "RLOOTrainer"}
+_GENERATING = {
+    "AsyncDistillationTrainer", "AsyncGRPOTrainer", "GRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer",
+    "RLOOTrainer", "XPOTrainer",
+}  # fmt: skip
 _OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
 _WORKS = "train on one device, or on several with DDP (torchrun) or FSDP2 (fsdp=True)"
+
+
+def check_class(trainer_class: type[Trainer]) -> None:
+    """Raise ConfigError if trainers of a class generate what they train on; nothing has been loaded yet."""
+    names = {class_.__name__ for class_ in trainer_class.__mro__}
+    if trainer_class._prepare_inputs is not Trainer._prepare_inputs or names & _GENERATING:
+        _refuse_generating(trainer_class.__name__, "")
 
 
 def check_trainer(trainer: Any) -> None:
@@ -75,14 +85,11 @@ def _check_methods(trainer: Any) -> None:
     """Raise ConfigError if a trainer's loss or loop is known to be of a batch as a whole."""
     args, name = trainer.args, type(trainer).__name__
     names = {class_.__name__ for class_ in type(trainer).__mro__}
-    generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs or bool(names & _GENERATING)
-    instead = "Trainer, SFTTrainer, DPOTrainer and RewardTrainer work"
-    if "GKDTrainer" in names:
-        generates = args.lmbda > 0 or args.seq_kd
-        name += f" with lmbda={args.lmbda}, seq_kd={args.seq_kd}" if generates else ""
-        instead = "set lmbda=0 and seq_kd=False, which trains on the answers of the data"
-    if generates:
-        raise ConfigError(f"{name} makes its batches while training, as with generated answers; {instead}")
+    if "GKDTrainer" in names and (args.lmbda > 0 or args.seq_kd):
+        _refuse_generating(
+            f"{name} with lmbda={args.lmbda}, seq_kd={args.seq_kd}",
+            "set lmbda=0 and seq_kd=False, which trains on the answers of the data, or ",
+        )
     given = getattr(args, "loss_type", None) or []
     losses = [given] if isinstance(given, str) else given
     refused, instead = [loss for loss in losses if loss in _OVER_BATCH], "'sigmoid'"
@@ -109,6 +116,13 @@ def _check_methods(trainer: Any) -> None:
                 f"{name} has a {method} of its own, and steps in parts need that of Trainer; what a loss is divided by "
                 f"can be set in compute_loss or compute_loss_func"
             )
+
+
+def _refuse_generating(name: str, remedy: str) -> NoReturn:
+    raise ConfigError(
+        f"{name} makes its batches while training, as with generated answers, so that there are none to probe or split "
+        f"before; {remedy}train without adaptive"
+    )
 
 
 def _mean_of_tokens(args: Any, names: set[str], losses: list[str]) -> tuple[str, str] | None:

@@ -25,6 +25,7 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
+from adaptive_batching._transformers.refusals import check_class
 from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import is_ddp
 
@@ -75,6 +76,8 @@ class AdaptiveTraining:
     state: Any
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
+        if adaptive is not None and adaptive.settings(batch_size=1).enabled:
+            check_class(cast("type[Trainer]", type(self)))
         super().__init__(*args, **kwargs)
         if adaptive is None:
             return

@@ -91,6 +91,27 @@ def test_a_trainer_whose_own_steps_would_be_passed_over_is_refused(tmp_path: Pat
     make_trainer(tmp_path, AdaptiveArguments(), kind=CountsBatches, max_steps=2).train()
 
 
+class Generates(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it loads a model")
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs
+
+
+class AsyncGRPOTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
+    __init__ = Generates.__init__
+
+
+@pytest.mark.parametrize("kind", [Generates, AsyncGRPOTrainer])
+def test_a_trainer_that_generates_is_refused_before_it_loads_a_model(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{kind.__name__} makes its batches .*train without") as caught:
+        adaptive(kind)(adaptive=THREE)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(AssertionError, match="loads a model"):
+        adaptive(kind)(adaptive=AdaptiveArguments())
+
+
 def test_a_trainer_keeps_the_name_that_its_user_wrote(tmp_path: Path) -> None:
     class AdaptiveMine(transformers.Trainer):  # type: ignore[misc, name-defined]
         """What it is."""
