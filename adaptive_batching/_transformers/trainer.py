@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
@@ -77,7 +77,8 @@ class AdaptiveTraining:
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
         if adaptive is not None and adaptive.settings(batch_size=1).enabled:
-            check_class(cast("type[Trainer]", type(self)))
+            given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
+            check_class(cast("type[Trainer]", type(self)), next(given, None))
         super().__init__(*args, **kwargs)
         if adaptive is None:
             return

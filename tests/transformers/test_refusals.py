@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +92,45 @@ def test_a_trainer_whose_own_steps_would_be_passed_over_is_refused(tmp_path: Pat
     make_trainer(tmp_path, AdaptiveArguments(), kind=CountsBatches, max_steps=2).train()
 
 
-class Generates(transformers.Trainer):  # type: ignore[misc, name-defined]
+class Loads(transformers.Trainer):  # type: ignore[misc, name-defined]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("it loads a model")
 
+
+class Generates(Loads):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs
 
 
-class AsyncGRPOTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
-    __init__ = Generates.__init__
+class AsyncGRPOTrainer(Loads):
+    """It has the name of one of TRL's."""
 
 
-@pytest.mark.parametrize("kind", [Generates, AsyncGRPOTrainer])
-def test_a_trainer_that_generates_is_refused_before_it_loads_a_model(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{kind.__name__} makes its batches .*train without") as caught:
-        adaptive(kind)(adaptive=THREE)
-    assert "\n" not in str(caught.value)
+class DPOTrainer(Loads):
+    """So has this one."""
+
+
+@dataclass
+class WithLoss(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
+    loss_type: str = "aot"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Generates, "Generates makes its batches while training, .*train without adaptive"),
+        (AsyncGRPOTrainer, "AsyncGRPOTrainer makes its batches while training, .*train without adaptive"),
+        (DPOTrainer, "loss_type='aot' of DPOTrainer compares samples"),
+    ],
+)
+def test_a_class_that_cannot_be_split_is_refused_before_it_loads_a_model(kind: Any, said: str, tmp_path: Path) -> None:
+    args = WithLoss(output_dir=str(tmp_path))
+    for given, named in ((None, args), {}), ((None,), {"args": args}):
+        with pytest.raises(ConfigError, match=said) as caught:
+            adaptive(kind)(*given, **named, adaptive=THREE)
+        assert "\n" not in str(caught.value)
     with pytest.raises(AssertionError, match="loads a model"):
-        adaptive(kind)(adaptive=AdaptiveArguments())
+        adaptive(kind)(None, args, adaptive=AdaptiveArguments())
 
 
 def test_a_trainer_keeps_the_name_that_its_user_wrote(tmp_path: Path) -> None:
