@@ -239,7 +239,7 @@ def read(result: Path) -> Ends:
     for name, outcome, error in map(json.loads, file.read_text().splitlines() if file.is_file() else []):
         first = error.partition("\n")[0]
         # The second is where a test waits for another error than ours, which comes first.
-        refusal = re.match(r".*ConfigError: (.*)", first) or re.search(r"Actual message: '(.*without adaptive)'", error)
+        refusal = re.match(r".*ConfigError: (.*)", first) or re.search(r"Actual message: .(.*without adaptive)", error)
         if found.get(name, (PASSED,))[0] == PASSED:
             found[name] = (REFUSED, refusal[1]) if refusal else (outcome, first)
     return found
