@@ -8,8 +8,9 @@ Every trainer that a test makes, of whatever class, becomes ``adaptive(class)``:
 that says what works; nothing else is run with ours. It takes hours: with ``--folder``, tests that have ended are not
 run again, even where a file was cut off, by ``--minutes`` or by hand; ``--only-report`` reports what has run so far.
 
-Nothing is downloaded. TRL's tests get what its own scripts make: its data sets, and its tiny models with random
-weights, with a tokenizer of bytes in place of theirs. Tests that want something else from the hub fail in all three.
+transformers is the one installed, and TRL that of the checkout. Nothing is downloaded. TRL's tests get what its own
+scripts make: its data sets, and its tiny models with random weights, with a tokenizer of bytes in place of theirs.
+Tests that want something else from the hub fail in all three.
 
 The last line printed is a JSON object.
 """
@@ -36,7 +37,8 @@ from typing import Any
 import pytest
 from common import write_report
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "peft")
+FROM_CHECKOUT = {"transformers": "tests", "trl": "tests and trainers"}
 STOCK = "stock"
 MODES: dict[str, dict[str, Any]] = {"none set": {}, "auto": {"micro_batch_size": "auto"}}
 SUITES = {
@@ -77,7 +79,7 @@ def pytest_configure() -> None:
     """Put adaptive trainers in place of others, as a plugin of pytest."""
     sys.modules.setdefault("torchao", None)  # type: ignore  # PEFT takes no LoRA next to the torchao of torchtune
     import transformers
-    import trl  # noqa: F401  (the one installed, before a checkout comes first in sys.path)
+    import trl  # noqa: F401  (the checkout's, whatever is installed: pytest has put it first in sys.path)
 
     for name in RETIRED:
         if not hasattr(transformers, name):
@@ -135,6 +137,7 @@ class Standins:
         self._checkout, self._folder = checkout, folder
 
     def make(self) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # or each file that is not there is asked for again and again
         import datasets
         import transformers
 
@@ -235,8 +238,10 @@ def read(result: Path) -> Ends:
     file = result if result.is_file() else result.with_suffix(".part")
     for name, outcome, error in map(json.loads, file.read_text().splitlines() if file.is_file() else []):
         first = error.partition("\n")[0]
+        # The second is where a test waits for another error than ours, which comes first.
+        refusal = re.match(r".*ConfigError: (.*)", first) or re.search(r"Actual message: .(.*without adaptive)", error)
         if found.get(name, (PASSED,))[0] == PASSED:
-            found[name] = (REFUSED if "ConfigError" in first else outcome, first.rpartition("ConfigError: ")[2])
+            found[name] = (REFUSED, refusal[1]) if refusal else (outcome, first)
     return found
 
 
@@ -303,7 +308,7 @@ def main() -> None:
                 if suite == "trl" and not args.only_report and not (folder / "trl-internal-testing").is_dir():
                     Standins(checkout.resolve(), folder).make()
                 found[suite] = run(suite, checkout.resolve(), args, folder)
-    versions = [f"{suite}: tests of {version_of(getattr(args, suite))}" for suite in found]
+    versions = [f"{suite}: {FROM_CHECKOUT[suite]} of {version_of(getattr(args, suite))}" for suite in found]
     report(args.output, found, versions)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 from accelerate.data_loader import DataLoaderShard
@@ -15,9 +15,36 @@ from adaptive_batching._transformers.handed_out import handing_out_samples
 from adaptive_batching._values import ConfigError
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-_GENERATING = {"OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PPOTrainer", "GRPOTrainer", "RLOOTrainer"}
+_GENERATING = {
+    "AsyncDistillationTrainer", "AsyncGRPOTrainer", "GRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer",
+    "RLOOTrainer", "XPOTrainer",
+}  # fmt: skip
 _OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
 _WORKS = "train on one device, or on several with DDP (torchrun) or FSDP2 (fsdp=True)"
+
+
+def check_class(trainer_class: type[Trainer], args: Any) -> None:
+    """Raise ConfigError if the loss or loop of a class of trainers is known to be of a batch as a whole.
+
+    It needs no trainer, which may load several models and tokenize its data before it is there.
+
+    Args:
+        trainer_class: The class.
+        args: What its trainer is given, as ``TrainingArguments``; None if that is not known yet.
+    """
+    names = {class_.__name__ for class_ in trainer_class.__mro__}
+    if trainer_class._prepare_inputs is not Trainer._prepare_inputs or names & _GENERATING:
+        _refuse_generating(trainer_class.__name__, "")
+    if args is not None:
+        _check_loss(trainer_class.__name__, names, args)
+    for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
+        packages = [class_.__module__.partition(".")[0] for class_ in trainer_class.__mro__ if method in vars(class_)]
+        packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
+        if not {"transformers", "adaptive_batching"}.issuperset(packages):
+            raise ConfigError(
+                f"{trainer_class.__name__} has a {method} of its own, and steps in parts need that of Trainer; what a "
+                f"loss is divided by can be set in compute_loss or compute_loss_func"
+            )
 
 
 def check_trainer(trainer: Any) -> None:
@@ -56,7 +83,7 @@ def check_trainer(trainer: Any) -> None:
     if any(name in optimizer for name in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
     _check_placement(trainer.model)
-    _check_methods(trainer)
+    check_class(type(trainer), args)
 
 
 def _check_placement(model: Any) -> None:
@@ -71,18 +98,13 @@ def _check_placement(model: Any) -> None:
         )
 
 
-def _check_methods(trainer: Any) -> None:
-    """Raise ConfigError if a trainer's loss or loop is known to be of a batch as a whole."""
-    args, name = trainer.args, type(trainer).__name__
-    names = {class_.__name__ for class_ in type(trainer).__mro__}
-    generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs or bool(names & _GENERATING)
-    instead = "Trainer, SFTTrainer, DPOTrainer and RewardTrainer work"
-    if "GKDTrainer" in names:
-        generates = args.lmbda > 0 or args.seq_kd
-        name += f" with lmbda={args.lmbda}, seq_kd={args.seq_kd}" if generates else ""
-        instead = "set lmbda=0 and seq_kd=False, which trains on the answers of the data"
-    if generates:
-        raise ConfigError(f"{name} makes its batches while training, as with generated answers; {instead}")
+def _check_loss(name: str, names: set[str], args: Any) -> None:
+    """Raise ConfigError if TRL's loss with these ``args`` is over a batch; ``names`` has those of bases."""
+    if "GKDTrainer" in names and any(getattr(args, key, 0) for key in ("lmbda", "seq_kd")):
+        _refuse_generating(
+            f"{name} with lmbda={args.lmbda}, seq_kd={args.seq_kd}",
+            "set lmbda=0 and seq_kd=False, which trains on the answers of the data, or ",
+        )
     given = getattr(args, "loss_type", None) or []
     losses = [given] if isinstance(given, str) else given
     refused, instead = [loss for loss in losses if loss in _OVER_BATCH], "'sigmoid'"
@@ -101,14 +123,13 @@ def _check_methods(trainer: Any) -> None:
             f"{what} of {name} is a mean over all tokens of a batch, and not over its samples, so its parts do not add "
             f"up to it; {remedy}train without adaptive"
         )
-    for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
-        packages = [class_.__module__.partition(".")[0] for class_ in type(trainer).__mro__ if method in vars(class_)]
-        packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
-        if not {"transformers", "adaptive_batching"}.issuperset(packages):
-            raise ConfigError(
-                f"{name} has a {method} of its own, and steps in parts need that of Trainer; what a loss is divided by "
-                f"can be set in compute_loss or compute_loss_func"
-            )
+
+
+def _refuse_generating(name: str, remedy: str) -> NoReturn:
+    raise ConfigError(
+        f"{name} makes its batches while training, as with generated answers, so that there are none to probe or split "
+        f"before; {remedy}train without adaptive"
+    )
 
 
 def _mean_of_tokens(args: Any, names: set[str], losses: list[str]) -> tuple[str, str] | None:
@@ -118,7 +139,7 @@ def _mean_of_tokens(args: Any, names: set[str], losses: list[str]) -> tuple[str,
     if "ORPOTrainer" in names:
         return "the cross entropy", ""
     for trainer, weight in (("CPOTrainer", "cpo_alpha"), ("TPOTrainer", "tpo_alpha")):
-        if trainer in names and (value := getattr(args, weight)):
+        if trainer in names and (value := getattr(args, weight, 0)):
             return f"{weight}={value}", "set it to 0, or "
     return None
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
@@ -25,6 +25,7 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
+from adaptive_batching._transformers.refusals import check_class
 from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import is_ddp
 
@@ -75,6 +76,9 @@ class AdaptiveTraining:
     state: Any
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
+        if adaptive is not None and adaptive.settings(batch_size=1).enabled:
+            given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
+            check_class(cast("type[Trainer]", type(self)), next(given, None))
         super().__init__(*args, **kwargs)
         if adaptive is None:
             return

@@ -801,6 +801,7 @@ def rated() -> list[Features]:
 ROWS: dict[str, Callable[[], list[Features]]] = {
     "pairs": pairs,
     "rated": rated,
+    "triples": lambda: [{**each, "reference": each["chosen"]} for each in pairs()],
     "tokens": lambda: trainers.make_data(NUM_SAMPLES),
     "texts": lambda: [{"text": f"{each['prompt']} {each['chosen']}"} for each in pairs()],
     "answers": lambda: [{"prompt": each["prompt"], "completion": each["chosen"]} for each in pairs()],
@@ -825,6 +826,8 @@ OF_TRL: Mapping[str, Habit] = {
     "KTO without KL": Habit(of_trl("KTO", "rated", reference=llama, loss_type="apo_zero_unpaired")),
     "CPO": Habit(of_trl("experimental.cpo.CPO"), "cpo_alpha=1.0 of CPOTrainer .*set it to 0"),
     "CPO without a mean of tokens": Habit(of_trl("experimental.cpo.CPO", loss_type="simpo", cpo_alpha=0.0)),
+    "TPO": Habit(of_trl("experimental.tpo.TPO", "triples"), "tpo_alpha=1.0 of TPOTrainer .*set it to 0"),
+    "TPO without a mean of tokens": Habit(of_trl("experimental.tpo.TPO", "triples", loss_type="ipo", tpo_alpha=0.0)),
     "ORPO": Habit(of_trl("experimental.orpo.ORPO"), "cross entropy of ORPOTrainer"),
     "GKD": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=0.0), draws=True),
     "OnlineDPO": Habit(

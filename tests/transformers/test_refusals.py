@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,47 @@ def test_a_trainer_whose_own_steps_would_be_passed_over_is_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"CountsBatches has a get_batch_samples of its own, .*compute_loss_func"):
         make_trainer(tmp_path, THREE, kind=CountsBatches)
     make_trainer(tmp_path, AdaptiveArguments(), kind=CountsBatches, max_steps=2).train()
+
+
+class Loads(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it loads a model")
+
+
+class Generates(Loads):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs
+
+
+class AsyncGRPOTrainer(Loads):
+    """It has the name of one of TRL's."""
+
+
+class DPOTrainer(Loads):
+    """So has this one."""
+
+
+@dataclass
+class WithLoss(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
+    loss_type: str = "aot"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Generates, "Generates makes its batches while training, .*train without adaptive"),
+        (AsyncGRPOTrainer, "AsyncGRPOTrainer makes its batches while training, .*train without adaptive"),
+        (DPOTrainer, "loss_type='aot' of DPOTrainer compares samples"),
+    ],
+)
+def test_a_class_that_cannot_be_split_is_refused_before_it_loads_a_model(kind: Any, said: str, tmp_path: Path) -> None:
+    args = WithLoss(output_dir=str(tmp_path))
+    for given, named in ((None, args), {}), ((None,), {"args": args}):
+        with pytest.raises(ConfigError, match=said) as caught:
+            adaptive(kind)(*given, **named, adaptive=THREE)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(AssertionError, match="loads a model"):
+        adaptive(kind)(None, args, adaptive=AdaptiveArguments())
 
 
 def test_a_trainer_keeps_the_name_that_its_user_wrote(tmp_path: Path) -> None:
