@@ -37,18 +37,18 @@ class Sharing:
 
     Args:
         ranks: That train together, each with samples of its own.
-        hidden_size: Of the model, for the cost of attention.
+        model: That they train; its width says what attention costs.
         waits: True if ranks wait for each other in every forward, so that each seems to be as fast as the slowest.
     """
 
-    def __init__(self, ranks: Ranks, hidden_size: int, *, waits: bool) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, *, waits: bool) -> None:
         self.last: Share | None = None
         """How the step was shared out; None if it is not."""
 
-        self._ranks, self._cost = ranks, SampleCost.of_model(hidden_size)
-        self._waits = waits
+        self._ranks, self._model, self._waits = ranks, model, waits
+        self._cost = SampleCost.of_model(hidden_size(model))
         self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds for the work of a token, in forwards of this rank
-        self._said_that_weights_differ = False
+        self._said_that_weights_differ = self._said_that_dropout_differs = False
         self._can_send = True
 
     def begin_step(self) -> None:
@@ -103,6 +103,11 @@ class Sharing:
         if received is None:
             return None
         self.last = share
+        if share.num_moved and not self._said_that_dropout_differs and has_dropout(self._model):
+            self._said_that_dropout_differs = True
+            log.info(
+                "samples move to other ranks, where dropout draws other numbers for them than with balance_ranks=False"
+            )
         rank = self._ranks.rank
         return [[samples[i] if home == rank else received[home, i] for home, i in part] for part in share.parts[rank]]
 
@@ -197,6 +202,19 @@ def _speeds(paces: Sequence[float | None]) -> list[float] | None:
 def hidden_size(model: nn.Module) -> int:
     """Return the width of the first embedding of ``model``, or 4,096 if it has none."""
     return next((module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)), 4096)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return True if a module in training mode has a probability that its name or that of the module says is to drop.
+
+    Attention often has a number in place of a module.
+    """
+    return any(
+        isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__} {name}".lower()
+        for module in model.modules()
+        if module.training
+        for name, value in vars(module).items()
+    )
 
 
 def _or_infinite(limit: int | None) -> float:

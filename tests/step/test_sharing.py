@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from adaptive_batching._ranks.agree import Ranks, is_lost_rank
 from adaptive_batching._step.sharing import Sharing
@@ -40,8 +42,10 @@ class OtherRank:
         return [pickle.dumps({(1, index): None for index in range(len(LENGTHS))})]
 
 
-def shared_with(seconds: float | None = None, waits: bool = False, **told: Any) -> Sharing:
-    sharing = Sharing(OtherRank(**told), 64, waits=waits)  # type: ignore[arg-type]
+def shared_with(
+    seconds: float | None = None, waits: bool = False, model: nn.Module | None = None, **told: Any
+) -> Sharing:
+    sharing = Sharing(OtherRank(**told), model or nn.Embedding(9, 64), waits=waits)  # type: ignore[arg-type]
     for _ in range(20):
         if seconds is not None:
             sharing.observe([50, 50], seconds, pads=False)
@@ -77,6 +81,26 @@ def test_samples_that_weigh_otherwise_on_another_rank_stay(
     assert sharing.last is None
     assert sharing.parts([None], [9], 1.0, None, pads=False) is None
     assert caplog.text.count("samples stay on the ranks that have drawn them") == 1, "said once"
+
+
+class Attention(nn.Module):
+    def __init__(self, attention_dropout: float) -> None:
+        super().__init__()
+        self.attention_dropout = attention_dropout
+
+
+@pytest.mark.parametrize("made", [nn.Dropout, Attention])
+def test_where_samples_move_it_is_said_once_that_dropout_draws_otherwise(
+    made: Callable[[float], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    few = [10] * 3
+    for model, lengths in ((made(0.0), few), (made(0.1).eval(), few), (made(0.1), LENGTHS)):
+        shared_with(model=nn.Sequential(model), lengths=lengths)
+        assert "dropout" not in caplog.text
+    sharing = shared_with(model=nn.Sequential(made(0.1)), lengths=few)
+    sharing.parts([None] * len(LENGTHS), LENGTHS, 1.0, None, pads=False)
+    assert caplog.text.count("where dropout draws other numbers") == 1
 
 
 def test_a_step_that_is_not_shared_out_has_no_balance() -> None:
