@@ -250,6 +250,8 @@ class Splitter:
         self._split_policy.cost.observe(micro_batch.tokens, seconds)
         if self._makes_rows:
             self._split_policy.row_size.observe(micro_batch.tokens, seconds)
+        if self.sharing is not None and not micro_batch.is_filler:
+            self.sharing.observe(self._sizes(micro_batch.samples), seconds, pads=not self._makes_rows)
 
 
 def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:
