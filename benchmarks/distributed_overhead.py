@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from common import write_report
-from overhead import WARM_UP_STEPS, TakingTurns, check_equal, median_and_interval, run_all
+from overhead import ONE_HEAP, WARM_UP_STEPS, TakingTurns, check_equal, median_and_interval, run_all
 
 ROOT = Path(__file__).parent.parent
 OFF, ARMED = 0, 1
@@ -126,7 +126,7 @@ def main() -> None:
             options = ["--device", args.device, "--samples", str(args.samples)]
             done = subprocess.run(
                 [*launch, __file__, *options, "--measure", inputs, str(out), str(repeat % 2)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **ONE_HEAP}, capture_output=True, text=True, check=False,
             )  # fmt: skip
             if done.returncode:
                 sys.exit(done.stderr[-4000:])
