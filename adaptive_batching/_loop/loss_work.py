@@ -79,6 +79,11 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
         self._parts_add_up = False  # True if this is known, on all ranks
 
+    @property
+    def shares(self) -> bool:
+        """True if this rank takes part where the samples of a step are shared out."""
+        return self._sharing is not None
+
     def see(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
         """Take note of the samples of a step on this rank, one that may fill up, and the number on all ranks."""
         self.samples, self._filler, self._backward = samples, filler, backward
