@@ -1,16 +1,17 @@
 """How long does a step take whose samples are shared out among ranks, over one in which no rank waits for another?
 
     pip install -e .[bench]
-    python benchmarks/equal_work.py                  # about 10 minutes on 2 cores
+    python benchmarks/equal_work.py                  # about half an hour on 2 cores
     python benchmarks/equal_work.py --part real      # the other half of the result file stays
 
-*Real*: ``full_finetune_distributed`` on two ranks, each on a core of its own, with one thread. Two recipes in the same
-processes take turns step by step, of which one has each rank compute the samples that it has drawn, and both train on
-the same. Data are the quickstart's and a long-tailed set: log-normal lengths, median 100 tokens, at most 512. Seconds
-are those of the first rank, which waits for the other; processor seconds those of the rank that has used most in each
-step, which is how long it would take if no other program ran. Every rank runs one forward in a step, with as many
-tokens as there are, so that the two do not learn different sizes. The optimizer is SGD, as Adam makes rounding as large
-as its steps.
+*Real*: ``full_finetune_distributed`` on two ranks, each on a core of its own, with one thread. Recipes in the same
+processes take turns step by step: in one, each rank computes the samples that it has drawn; in others, a rule says who
+computes what, and the same machinery moves samples as for ours; all lay them end to end. With ``group_by_length``,
+steps have other samples, and all of an epoch count, where otherwise those that warm up are left out. Data are the
+quickstart's and a long-tailed set: log-normal lengths, median 100 tokens, at most 512. Seconds are those of the first
+rank, which waits for the other; processor seconds those of the rank that has used most in each step, which is how long
+it would take if no other program ran. Every rank runs one forward in a step, with as many tokens as there are, so that
+no way learns another size. The optimizer is SGD, as Adam makes rounding as large as its steps.
 
 *Simulated*: each rank draws samples of log-normal lengths (median 200 tokens, mean 296, at most 2,048, which half a
 percent have), and a step takes as long as its slowest rank. Samples of ``s`` tokens cost ``s + s**2 / (6 *
@@ -26,9 +27,9 @@ rule reaches it: *least possible*. Every rule has the same draws.
 Where ranks wait for each other in every forward, as those of a sharded model do, the time of a step is the sum over its
 forwards of the slowest rank's, and what ranks run at the same time should be alike, too. A second table has these.
 
-The last line printed is a JSON object: seconds as drawn over seconds shared out, and over processor seconds; the share
-of a step that sharing takes; the largest relative difference of losses; time over ideal, end to end; and the share of
-samples that move, of real ones on two ranks and of simulated ones on 8.
+The last line printed is a JSON object: seconds as drawn, and by the other rules, over ours, and over processor seconds;
+the share of a step that sharing takes; the largest relative difference of losses; time over ideal, end to end; and the
+share of samples that move, of real ones on two ranks and of simulated ones on 8.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from typing import Any
 import numpy as np
 import torch
 from common import commit, write_report
-from overhead import WARM_UP_STEPS
+from overhead import ONE_HEAP, WARM_UP_STEPS
 from torch.utils.data import Dataset
 
-from adaptive_batching._step.share import SampleCost, share_out
+from adaptive_batching._step.share import SampleCost, Share, StepTime, share_out
 from adaptive_batching._step.split import SplitRule, split_samples
 
 ROOT = Path(__file__).parent.parent
@@ -109,31 +110,48 @@ def as_drawn(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
 
 def group_by_length(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
     """Trainer hands the sampler's batches to its ranks in turn."""
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
     num_ranks, lengths = len(draws[0]), [*chain(*chain(*draws))]
-    order = [*LengthGroupedSampler(SAMPLES, lengths=lengths, generator=torch.Generator().manual_seed(0))]
-    batches = [[lengths[index] for index in order[start : start + SAMPLES]] for start in range(0, len(order), SAMPLES)]
+    batches = [[lengths[index] for index in batch] for batch in grouped(lengths)]
     for start in range(0, len(batches), num_ranks):
         yield Step([[batch] for batch in batches[start : start + num_ranks]])
 
 
-def batch_rebalance(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
-    """Plan each step once, where Trainer has every rank plan it and take its own part."""
+def grouped(lengths: Sequence[int]) -> list[list[int]]:
+    """Return batches of indices, as Trainer's sampler makes them."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    order = [*LengthGroupedSampler(SAMPLES, lengths=[*lengths], generator=torch.Generator().manual_seed(0))]
+    return [order[start : start + SAMPLES] for start in range(0, len(order), SAMPLES)]
+
+
+def sets_of_batch_rebalance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Return the indices of the samples that each rank gets; in Trainer, every rank plans all, and takes its own."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+    sampler = BatchRebalanceSampler(lengths, effective_batch_size=len(lengths), dp_size=num_ranks, grad_accum=1)
+    planned = sampler._assign(range(len(lengths)), lengths)  # what its iterator yields to one rank, for all
+    return [[*chain(*batches)] for batches in planned]
+
+
+def sets_of_verl(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    return by_differences([VERL_COST.of_sample(length) for length in lengths], num_ranks)
+
+
+Sets = Callable[[Sequence[int], int], list[list[int]]]
+
+
+def of_sets(draws: list[Draw], sets: Sets) -> Iterator[Step]:
     for lengths in draws:
         tokens = [*chain(*lengths)]
-        sampler = BatchRebalanceSampler(tokens, effective_batch_size=len(tokens), dp_size=len(lengths), grad_accum=1)
-        planned = sampler._assign(range(len(tokens)), tokens)  # what its iterator yields to one rank, for all
-        yield Step([[[tokens[index] for index in batch] for batch in batches] for batches in planned])
+        yield Step([[[tokens[index] for index in own]] for own in sets(tokens, len(lengths))])
+
+
+def batch_rebalance(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
+    return of_sets(draws, sets_of_batch_rebalance)
 
 
 def verl(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
-    for lengths in draws:
-        tokens = [*chain(*lengths)]
-        sets = by_differences([VERL_COST.of_sample(length) for length in tokens], len(lengths))
-        yield Step([[[tokens[index] for index in own]] for own in sets])
+    return of_sets(draws, sets_of_verl)
 
 
 def ours(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
@@ -258,45 +276,61 @@ DATA: dict[str, dict[str, Any]] = {
     "quickstart": {},
     "long-tailed": {"_component_": "equal_work.LongTailed"},
 }
-DRAWN, SHARED = 0, 1
+DRAWN, GROUPED, OURS = "as drawn", "`group_by_length`", "ours"
+SETS: dict[str, Sets] = {"`batch_rebalance`": sets_of_batch_rebalance, "verl": sets_of_verl}
+WAYS = [DRAWN, GROUPED, *SETS, OURS]
+"""Of real ranks to divide the samples of a step."""
+
+
+def share_of_way(lengths: Draw, *arguments: Any, **named: Any) -> Share:
+    """Share out a step by the rule of the recipe that this thread trains."""
+    way = threading.current_thread().name
+    if way not in SETS:
+        return share_out(lengths, *arguments, **named)
+    drawn = [(home, index) for home, own in enumerate(lengths) for index in range(len(own))]
+    sets = SETS[way]([lengths[home][index] for home, index in drawn], len(lengths))
+    unknown = StepTime(1.0, 1.0)
+    return Share([[[drawn[index] for index in own]] for own in sets], unknown, unknown)
 
 
 def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) -> None:
-    """Train as drawn and shared out in turns, on this rank; the first one writes what all have measured."""
+    """Train in all ways in turns, on this rank; the first one writes what all have measured."""
     sys.path.insert(0, str(ROOT))
     from omegaconf import OmegaConf
     from overhead import TakingTurns, run_all
 
+    from adaptive_batching._step import sharing
     from adaptive_batching._step.row_size import RowSize
-    from adaptive_batching._step.sharing import Sharing
     from adaptive_batching.torchtune import load_stock
-    from recipes import full_finetune_distributed as ours
+    from recipes import full_finetune_distributed as recipes
 
     cores = sorted(os.sched_getaffinity(0))
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     stock: Any = load_stock("full_finetune_distributed")
-    turns = TakingTurns(first)
-    processor: list[list[float]] = [[], []]
-    sharing: list[tuple[float, float, int]] = []
+    turns = TakingTurns(first, len(WAYS))
+    processor: list[list[float]] = [[] for _ in WAYS]
+    took: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
     used = [time.process_time()]
+    parts_of = sharing.Sharing.parts
 
-    def timed(self: Sharing, *arguments: Any, **named: Any) -> Any:
-        start, used_before = time.perf_counter(), time.process_time()
-        parts = original(self, *arguments, **named)
+    def timed(self: sharing.Sharing, *arguments: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        parts = parts_of(self, *arguments, **named)
         moved = 0 if self.last is None else self.last.num_moved
-        sharing.append((time.perf_counter() - start, time.process_time() - used_before, moved))
+        took[threading.current_thread().name].append((time.perf_counter() - start, moved))
         return parts
 
-    original, Sharing.parts = Sharing.parts, timed  # type: ignore[method-assign]
+    sharing.Sharing.parts = timed  # type: ignore[method-assign]
+    sharing.share_out = share_of_way  # type: ignore[attr-defined, assignment]
     RowSize._TOKENS_AT_FIRST = 2**20
 
-    def make(name: str, balances: bool) -> Any:
+    def make(way: str) -> Any:
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
         cfg.update(
-            data_dir=inputs, output_dir=f"{directory}/{name}", batch_size=SAMPLES, epochs=1, micro_batch_size="auto",
-            use_maximum_batch_size=False, batch_increase_function=None,
-            adaptive_batching={"balance_ranks": balances, "memory_limit": "4GiB"},
+            data_dir=inputs, output_dir=f"{directory}/{WAYS.index(way)}", batch_size=SAMPLES, epochs=1,
+            micro_batch_size="auto", use_maximum_batch_size=False, batch_increase_function=None,
+            adaptive_batching={"balance_ranks": way not in (DRAWN, GROUPED), "memory_limit": "4GiB"},
         )  # fmt: skip
         cfg.tokenizer.max_seq_len = 512
         cfg.optimizer = {"_component_": "torch.optim.SGD", "lr": 0.1}
@@ -304,15 +338,19 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
         cfg.dataset.update(split=f"train[:{number}]")
         if DATA[data]:
             cfg.dataset = {**DATA[data], "samples": number, "packed": False}
-        made: Any = ours.FullFinetuneRecipeDistributed(cfg=cfg)
+        made: Any = recipes.FullFinetuneRecipeDistributed(cfg=cfg)
         made.setup(cfg)
         stock.init_process_group = lambda backend: None  # the next recipe joins the same
         made.save_checkpoint = lambda epoch: None
+        if way == GROUPED:
+            dataset = made._dataloader.dataset
+            batches = grouped([len(dataset[index]["tokens"]) for index in range(len(dataset))])
+            made._dataloader._batches.sampler = [*chain(*batches[rank::num_ranks])]
         return made
 
     threads = []
-    for number in (DRAWN, SHARED):
-        recipe = make(f"{number}", number == SHARED)
+    for number, way in enumerate(WAYS):
+        recipe = make(way)
         turn = turns.watcher(number)
         step_done = turn.step
 
@@ -324,9 +362,10 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
 
         turn.step = note
         recipe.watchers.append(turn)
-        threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
+        threads.append(threading.Thread(target=turns.train, args=(number, recipe), name=way))
+    used[0] = time.process_time()
     run_all(threads)
-    of_ranks = recipe.ranks.gather({"seconds": turns.seconds, "processor": processor, "sharing": sharing})
+    of_ranks = recipe.ranks.gather({"seconds": turns.seconds, "processor": processor, "took": took})
     if recipe.ranks.is_first:
         Path(directory, "found.json").write_text(json.dumps({"losses": turns.losses, "ranks": of_ranks}))
     recipe.ranks.leave()
@@ -352,29 +391,23 @@ def real(num_ranks: Sequence[int], num_steps: int, repeats: int) -> Half:
         build(Path(directory, "inputs"))
         for ranks in num_ranks:
             for data in DATA:
-                found = [measure_ranks(directory, data, ranks, num_steps, repeat % 2) for repeat in range(repeats)]
-                for each in found:
-                    as_drawn, shared = (np.array(losses) for losses in each["losses"])
-                    differences.append(float(np.max(np.abs(shared / as_drawn - 1))))
-                seconds = [of_ranks[0] for of_ranks in of_steps(found, "seconds")]
-                processor = [of_ranks.max(axis=0) for of_ranks in of_steps(found, "processor")]
-                sharing = [each["ranks"][0]["sharing"][WARM_UP_STEPS:] for each in found]
-                took = [step[0] for steps in sharing for step in steps]
-                share = float(np.median(took) / np.median(seconds[SHARED]))
-                share_moved = statistics.mean(step[2] for steps in sharing for step in steps) / (ranks * SAMPLES)
-                ratios = [ratio_and_interval(*each) for each in (seconds, processor)]
-                cells = [f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios]
-                rows.append(
-                    f"| {ranks} | {data} | {np.mean(seconds[DRAWN]):.3f} | {np.mean(seconds[SHARED]):.3f} | {cells[0]} "
-                    f"| {cells[1]} | {1000 * np.median(took):.1f} ms ({share:.1%}) | {share_moved:.0%} |"
-                )
-                print(rows[-1], flush=True)
+                found = [
+                    measure_ranks(directory, data, ranks, num_steps, repeat % len(WAYS)) for repeat in range(repeats)
+                ]
+                differences += [difference_of_losses(each["losses"]) for each in found]
+                times = [of_way(found, way, data, ranks) for way in WAYS]
+                rows += [each.row(times[-1]) for each in times]
+                print(*rows[-len(WAYS) :], sep="\n", flush=True)
+                ours = times[-1]
                 if data == "long-tailed":
-                    figures[f"real_speedup_{ranks}"] = round(ratios[0][0], 4)
-                    figures[f"real_processor_speedup_{ranks}"] = round(ratios[1][0], 4)
+                    figures[f"real_speedup_{ranks}"] = round(ours.faster_than(times[0])[0], 4)
+                    figures[f"real_processor_speedup_{ranks}"] = round(ours.faster_than(times[0], "processor")[0], 4)
+                    for peer in times[1:-1]:
+                        name = peer.way.strip("`")
+                        figures[f"real_faster_than_{name}_{ranks}"] = round(ours.faster_than(peer)[0], 4)
                 if ranks == num_ranks[0]:
-                    moved.append(share_moved)
-                    overheads.append(share)
+                    moved.append(ours.moved)
+                    overheads.append(ours.sharing)
     figures |= {
         "loss_difference": float(f"{max(differences):.2g}"), "moved": round(max(moved), 4),
         "sharing_share_of_step": round(max(overheads), 4),
@@ -389,8 +422,71 @@ def real(num_ranks: Sequence[int], num_steps: int, repeats: int) -> Half:
         "rank included, and as a share of the step",
         f"the largest relative difference of the losses is {figures['loss_difference']:.1g}",
     ]
-    head = "| ranks | data | as drawn | shared out | speedup | by processor seconds | sharing | moved |"
+    head = "| ranks | data | rule | seconds | ours is faster | by processor seconds | sharing | moved |"
     return Half(facts, [head, "|" + 8 * "---|", *rows], figures)
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a way takes on real ranks."""
+
+    way: str
+    data: str
+    ranks: int
+    seconds: np.ndarray[Any, Any]
+    """Of the first rank in each step, warm-up included, [launch, step]."""
+
+    processor: np.ndarray[Any, Any]
+    """Of the rank that uses most in each step, [launch, step]."""
+
+    took: float
+    """Median of the seconds in which a step is shared out."""
+
+    moved: float
+    """Share of the samples of a step that are computed elsewhere."""
+
+    @property
+    def sharing(self) -> float:
+        return self.took / float(np.median(self.seconds[:, WARM_UP_STEPS:]))
+
+    def faster_than(self, other: Times, of: str = "seconds") -> tuple[float, float, float]:
+        """Return the time of another way over that of this one, and its 95 % confidence interval."""
+        own, others = getattr(self, of), getattr(other, of)
+        if GROUPED in (self.way, other.way):  # whose steps have other samples
+            return ratio_and_interval(others.ravel(), own.ravel(), are_pairs=False)
+        return ratio_and_interval(others[:, WARM_UP_STEPS:].ravel(), own[:, WARM_UP_STEPS:].ravel())
+
+    def row(self, ours: Times) -> str:
+        """Return its row of the table."""
+        ratios = [ours.faster_than(self, of) for of in ("seconds", "processor")] if self.way != OURS else []
+        cells = [f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios] or ["", ""]
+        if self.took:
+            cells += [f"{1000 * self.took:.1f} ms ({self.sharing:.1%})", f"{self.moved:.0%}"]
+        start = 0 if self.way == GROUPED else WARM_UP_STEPS
+        seconds = self.seconds[:, start:].mean()
+        return f"| {self.ranks} | {self.data} | {self.way} | {seconds:.3f} | {' | '.join([*cells, '', ''][:4])} |"
+
+
+def of_way(found: Sequence[dict[str, Any]], way: str, data: str, ranks: int) -> Times:
+    """Return what launches have found about a way."""
+    number = WAYS.index(way)
+
+    def of_ranks(key: str) -> np.ndarray[Any, Any]:
+        return np.array([[rank[key][number] for rank in each["ranks"]] for each in found])  # [launch, rank, step]
+
+    steps = [step for each in found for step in each["ranks"][0]["took"][way][WARM_UP_STEPS:]]
+    return Times(
+        way, data, ranks, of_ranks("seconds")[:, 0], of_ranks("processor").max(axis=1),
+        statistics.median(seconds for seconds, _ in steps) if steps else 0.0,
+        statistics.mean(moved for _, moved in steps) / (ranks * SAMPLES) if steps else 0.0,
+    )  # fmt: skip
+
+
+def difference_of_losses(losses: Sequence[Sequence[float]]) -> float:
+    """Return the largest relative difference from those as drawn, of ways whose steps have the same samples."""
+    drawn = np.array(losses[WAYS.index(DRAWN)])
+    others = [np.array(losses[number]) for number, way in enumerate(WAYS) if way != GROUPED]
+    return max(float(np.max(np.abs(each / drawn - 1))) for each in others)
 
 
 def measure_ranks(directory: str, data: str, num_ranks: int, num_steps: int, first: int) -> dict[str, Any]:
@@ -398,8 +494,7 @@ def measure_ranks(directory: str, data: str, num_ranks: int, num_steps: int, fir
     with tempfile.TemporaryDirectory(dir=directory) as out:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
         options = ["--real-steps", str(num_steps), "--measure", f"{directory}/inputs", out, data, str(first)]
-        # The threads that take turns would have heaps of their own, of which one was slower by a half.
-        environment = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "HF_DATASETS_CACHE": f"{directory}/cache"}
+        environment = {"OMP_NUM_THREADS": "1", **ONE_HEAP, "HF_DATASETS_CACHE": f"{directory}/cache"}
         env = {**os.environ, **environment}
         done = subprocess.run([*launch, __file__, *options], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -408,18 +503,14 @@ def measure_ranks(directory: str, data: str, num_ranks: int, num_steps: int, fir
         return found
 
 
-def of_steps(found: Sequence[dict[str, Any]], key: str) -> list[np.ndarray[Any, Any]]:
-    """Return what ranks have measured as drawn and shared out, [ranks, steps], without the steps that warm up."""
-    return [
-        np.hstack([np.array([rank[key][way][WARM_UP_STEPS:] for rank in each["ranks"]]) for each in found])
-        for way in (DRAWN, SHARED)
-    ]
-
-
-def ratio_and_interval(ones: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> tuple[float, float, float]:
-    """Return the ratio of the sums, and its 95 % confidence interval, by bootstrapping pairs."""
-    drawn = np.random.default_rng(0).integers(len(ones), size=(2000, len(ones)))
-    low, high = np.quantile(ones[drawn].sum(1) / others[drawn].sum(1), [0.025, 0.975])
+def ratio_and_interval(
+    ones: np.ndarray[Any, Any], others: np.ndarray[Any, Any], *, are_pairs: bool = True
+) -> tuple[float, float, float]:
+    """Return the ratio of the sums, and its 95 % confidence interval, by drawing steps anew, or pairs of them."""
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(len(ones), size=(2000, len(ones)))
+    of_others = drawn if are_pairs else generator.integers(len(others), size=drawn.shape)
+    low, high = np.quantile(ones[drawn].sum(1) / others[of_others].sum(1), [0.025, 0.975])
     return float(ones.sum() / others.sum()), float(low), float(high)
 
 

@@ -45,21 +45,24 @@ AUDITED_STEPS = 24
 BATCH_SIZE = 2  # steps of a tenth of a second or less: what one costs beside its arithmetic can show
 WARM_UP_STEPS = 5
 RESAMPLES = 2000
+# The threads that take turns would have heaps of their own, of which one was slower by a half.
+ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 
 
 class TakingTurns:
-    """Two recipes, of which one trains at a time: a step each. A recipe calls :meth:`step_done` after each step.
+    """Recipes, of which one trains at a time: a step each, in their order. One calls :meth:`step_done` after each step.
 
     Args:
         first: Number of the recipe that begins.
+        recipes: Number of recipes.
     """
 
-    def __init__(self, first: int) -> None:
-        self.losses: list[list[float]] = [[], []]
-        self.seconds: list[list[float]] = [[], []]
-        self._turns = [threading.Semaphore(0), threading.Semaphore(0)]
+    def __init__(self, first: int, recipes: int = 2) -> None:
+        self.losses: list[list[float]] = [[] for _ in range(recipes)]
+        self.seconds: list[list[float]] = [[] for _ in range(recipes)]
+        self._turns = [threading.Semaphore(0) for _ in range(recipes)]
         self._turns[first].release()
-        self._done = [False, False]
+        self._done = [False] * recipes
         self._started = 0.0
 
     def train(self, number: int, recipe: Recipe) -> None:
@@ -67,16 +70,19 @@ class TakingTurns:
         self._wait(number)
         recipe.train()
         self._done[number] = True
-        self._turns[1 - number].release()
+        self._turns[self._next(number)].release()
 
     def step_done(self, number: int, loss: Any) -> None:
-        """Recipe ``number`` has taken a step; the other one's turn."""
+        """Recipe ``number`` has taken a step; the next one's turn."""
         self.losses[number].append(float(loss))  # waits for the device
         self.seconds[number].append(time.perf_counter() - self._started)
-        if not self._done[1 - number]:
-            self._turns[1 - number].release()
-            self._wait(number)
-        self._started = time.perf_counter()
+        self._turns[self._next(number)].release()
+        self._wait(number)
+
+    def _next(self, number: int) -> int:
+        """Return the number of the recipe whose turn is after ``number``'s; that itself if all others are done."""
+        others = [(number + later) % len(self._done) for later in range(1, len(self._done))]
+        return next((other for other in others if not self._done[other]), number)
 
     def watcher(self, number: int) -> Any:
         """Return what tells this of the steps of recipe ``number``, if it is ours."""
@@ -243,6 +249,7 @@ def main() -> None:
         config = str(write_config(Path(directory), args.device, args.samples))
         environment = {
             "OMP_NUM_THREADS": "1",
+            **ONE_HEAP,
             "HF_DATASETS_CACHE": f"{directory}/cache",
             "PYTHONDONTWRITEBYTECODE": "",  # a checkout runs from bytecode, too, as what pip installs does
         }

@@ -137,7 +137,10 @@ class Run:
     @property
     def by_step(self) -> dict[int, dict[str, float]]:
         """The metrics of every step that is logged; of one that ran twice, as after a crash, those of the last time."""
-        return dict(zip((int(line.split()[1]) for line in self._lines), self.metrics, strict=True))
+        found: dict[int, dict[str, float]] = {}
+        for line, metrics in zip(self._lines, self.metrics, strict=True):
+            found.setdefault(int(line.split()[1]), {}).update(metrics)  # a validation has a line of its own
+        return found
 
     def copy_when_cut_off(self, folder: Path) -> Run:
         """Have ``folder`` hold what was there when the run was cut off, as ``cut_off_at`` told it to be."""

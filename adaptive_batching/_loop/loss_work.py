@@ -32,7 +32,7 @@ from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.sharing import Sharing, gathered, hidden_size
+from adaptive_batching._step.sharing import Sharing, gathered
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._values import DRY_RUN, ConfigError
@@ -75,9 +75,14 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._limit, self._parallel = limit, parallel
         self._sharing = None
         if balances_ranks and parallel.ranks.size > 1 and length is not None:
-            self._sharing = Sharing(parallel.ranks, hidden_size(model), waits=bool(parallel.roots))
+            self._sharing = Sharing(parallel.ranks, model, waits=bool(parallel.roots))
         self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
         self._parts_add_up = False  # True if this is known, on all ranks
+
+    @property
+    def shares(self) -> bool:
+        """True if this rank takes part where the samples of a step are shared out."""
+        return self._sharing is not None
 
     def see(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
         """Take note of the samples of a step on this rank, one that may fill up, and the number on all ranks."""

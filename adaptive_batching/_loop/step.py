@@ -249,7 +249,7 @@ class AdaptiveStep(Generic[Sample]):
 
             return run
 
-        self._parallel.record(lambda: forward_backward(self._model, collated([sample], self._collate)), device)
+        self._record([sample], partial(forward_backward, self._model))
         step = TrainingStep(
             unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
             owners=[self._loss], on_cuda=device.type == "cuda",
@@ -266,13 +266,18 @@ class AdaptiveStep(Generic[Sample]):
         checked: list[Sample] = []
         fillers: list[Sample] = []
 
-        def check() -> int:
+        def check() -> tuple[int, bool]:
             checked.extend(self._checked(samples))
             if ranks.size > 1:
                 fillers.extend(sorted(checked, key=lambda sample: work.tokens([sample]))[:1])
-            return len(checked)
+            return len(checked), work.shares
 
-        counts = ranks.all_results(check)
+        counts, share = zip(*ranks.all_results(check), strict=True)
+        if len(set(share)) > 1:
+            raise ConfigError(
+                f"rank {share.index(True)} shares out the samples of a step and rank {share.index(False)} does not; "
+                "give balance_ranks, and length or none, alike on all ranks"
+            )
         if sum(counts) == 0:
             raise ConfigError("samples is empty; a step needs at least one")
         filler = next(iter(fillers or checked), None)
@@ -288,12 +293,18 @@ class AdaptiveStep(Generic[Sample]):
         work.see(checked, filler, sum(counts), backward)
         self._check_that_ranks_are_alone(filler)
 
-        def forward_backward() -> None:
-            batch = collated([filler] * 2, self._collate)
+        def forward_backward(batch: Any) -> None:
             run_forward(self._loss, self._model, batch)[0].backward()  # type: ignore[no-untyped-call]
 
-        self._parallel.record(forward_backward, device_of(self._model))
+        self._record([filler] * 2, forward_backward)
         return checked
+
+    def _record(self, samples: list[Sample], forward_backward: Callable[[Any], None]) -> None:
+        """Learn what shards communicate in a forward and backward, for which all ranks have to have a batch."""
+        parallel, batches = self._parallel, list[Any]()
+        if not parallel.is_recorded:
+            parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
+            parallel.record(lambda: forward_backward(batches[0]), device_of(self._model))
 
     def _check_that_ranks_are_alone(self, sample: Sample) -> None:
         """Raise ConfigError if a forward of copies communicates: ranks run their parts at other times. Looks once."""

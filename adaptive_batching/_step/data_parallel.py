@@ -67,6 +67,11 @@ class DataParallel:
         """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
         return self.ranks.size == 1 or self.collectives is not None or self._sum is not None
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if it is known what shards communicate, or if there are none."""
+        return not self.roots or self.collectives is not None
+
     def without_ddp(self, model: nn.Module) -> nn.Module:
         """Return what DDP wraps, if it is in ``model``, as DDP cannot be copied for a trace."""
         return model if self._copy is None else self._copy.module
@@ -77,7 +82,7 @@ class DataParallel:
         Raises:
             ConfigError: If there are other collectives than FSDP's.
         """
-        if not self.roots or self.collectives is not None:
+        if self.is_recorded:
             return
         collectives = MicroBatchCollectives(self.roots)
         record_collectives(collectives, forward_backward, self._parameters(), device)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._step.attention_cost import AttentionCost, Size, size_of_part
 from adaptive_batching._step.share import SampleCost, Share, share_out
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._values import first_line
@@ -37,18 +38,20 @@ class Sharing:
 
     Args:
         ranks: That train together, each with samples of its own.
-        hidden_size: Of the model, for the cost of attention.
+        model: That they train; its width says what attention costs until that is measured.
         waits: True if ranks wait for each other in every forward, so that each seems to be as fast as the slowest.
     """
 
-    def __init__(self, ranks: Ranks, hidden_size: int, *, waits: bool) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, *, waits: bool) -> None:
         self.last: Share | None = None
         """How the step was shared out; None if it is not."""
 
-        self._ranks, self._cost = ranks, SampleCost.of_model(hidden_size)
-        self._waits = waits
+        self._ranks, self._model, self._waits = ranks, model, waits
+        self._cost = SampleCost.of_model(hidden_size(model))
+        self._attention = AttentionCost(self._cost.per_token_squared)
+        self._at_once: dict[Size, list[Size]] = {}  # by the size of a part of the last step, those of all in its turn
         self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds for the work of a token, in forwards of this rank
-        self._said_that_weights_differ = False
+        self._said_that_weights_differ = self._said_that_dropout_differs = False
         self._can_send = True
 
     def begin_step(self) -> None:
@@ -87,29 +90,48 @@ class Sharing:
         self.last = None
         if not self._can_send:
             return None
-        of_ranks = self._ranks.gather((list(lengths), weight, limit, forward_cost, self._pace()))
-        lengths_of_ranks, weights, limits, costs, paces = (list(values) for values in zip(*of_ranks, strict=True))
+        learned = (forward_cost, self._attention.per_token_squared, self._pace())
+        of_ranks = self._ranks.gather((list(lengths), weight, limit, *learned))
+        lengths_of_ranks, weights, limits, fixed, squares, paces = map(list, zip(*of_ranks, strict=True))
         if None in weights or len(set(weights)) > 1:
             if not self._said_that_weights_differ:
                 self._said_that_weights_differ = True
                 log.info("samples stay on the ranks that have drawn them: they weigh more on one than on another")
             return None
-        cost = replace(self._cost, fixed=max(costs))
+        self._cost = replace(self._cost, fixed=max(fixed), per_token_squared=statistics.fmean(squares))
         limit = min(limits, key=_or_infinite)
-        share = share_out(lengths_of_ranks, cost, _speeds(paces), limit, pads=pads)
+        share = share_out(lengths_of_ranks, self._cost, _speeds(paces), limit, pads=pads)
         if not all(map(any, share.parts)):  # a rank that computes nothing has no loss to tell
             return None
         received = self._send(samples, share) if share.num_moved else {}
         if received is None:
             return None
         self.last = share
+        self._at_once = self._sizes_of_turns(share, lengths_of_ranks, pads=pads)
+        if share.num_moved and not self._said_that_dropout_differs and has_dropout(self._model):
+            self._said_that_dropout_differs = True
+            log.info(
+                "samples move to other ranks, where dropout draws other numbers for them than with balance_ranks=False"
+            )
         rank = self._ranks.rank
         return [[samples[i] if home == rank else received[home, i] for home, i in part] for part in share.parts[rank]]
 
     def observe(self, lengths: Sequence[int], seconds: float, *, pads: bool) -> None:
         """Take note of a forward and backward of samples of these lengths on this rank."""
+        size = size_of_part(lengths, pads=pads)
         if not self._waits:
             self._paces.append(seconds / replace(self._cost, fixed=0).of_part(lengths, pads=pads))
+            self._attention.observe([size], seconds)
+        elif size in self._at_once:
+            self._attention.observe(self._at_once[size], seconds)
+
+    def _sizes_of_turns(self, share: Share, lengths: Sequence[Sequence[int]], *, pads: bool) -> dict[Size, list[Size]]:
+        """Return the sizes of the parts that all ranks run at the same time, by that of this rank's."""
+        sizes = [
+            [size_of_part([lengths[home][index] for home, index in part], pads=pads) for part in turns]
+            for turns in share.parts
+        ]
+        return {turn[self._ranks.rank]: list(turn) for turn in zip(*sizes, strict=True)}
 
     def _pace(self) -> float | None:
         return None if len(self._paces) < _RECENT // 4 else statistics.median(self._paces)
@@ -197,6 +219,19 @@ def _speeds(paces: Sequence[float | None]) -> list[float] | None:
 def hidden_size(model: nn.Module) -> int:
     """Return the width of the first embedding of ``model``, or 4,096 if it has none."""
     return next((module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)), 4096)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return True if a module in training mode has a probability that its name or that of the module says is to drop.
+
+    Attention often has a number in place of a module.
+    """
+    return any(
+        isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__} {name}".lower()
+        for module in model.modules()
+        if module.training
+        for name, value in vars(module).items()
+    )
 
 
 def _or_infinite(limit: int | None) -> float:

@@ -35,12 +35,12 @@ from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.loss_kind import find_loss_kind
-from adaptive_batching._transformers.refusals import check_data, check_trainer
+from adaptive_batching._transformers.refusals import check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._transformers.training_data import TrainingData
-from adaptive_batching._values import ConfigError, Explore, Fixed, Whole
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ class AdaptiveRun:
 
     def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
         check_trainer(trainer)
-        check_data(trainer)
+        shares = settings.balance_ranks and isinstance(settings.micro_batch_size, ByLength)
+        check_data(trainer, shares=shares and trainer.args.world_size > 1)
         self.settings = settings
         self.given = given
         """The settings as they were given."""
@@ -292,6 +293,11 @@ class AdaptiveRun:
                 balances_ranks=settings.balance_ranks, dependent_module=module,
                 recovers=settings.recover_from_oom, audit_every=settings.audit_every,
             )  # fmt: skip
+            if step.sharing is None and rebalances(trainer.args):
+                raise ConfigError(
+                    "train_sampling_strategy='batch_rebalance' needs the lengths of samples, and those of images are "
+                    "not known; set it to 'random'"
+                )
             step.get_ready(data.some)
             random_state.put_back()
             if splits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NoReturn
 
 import transformers
@@ -13,6 +14,8 @@ from transformers import Trainer
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._transformers.handed_out import handing_out_samples
 from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _GENERATING = {
@@ -159,8 +162,13 @@ def _check_fsdp(trainer: Any) -> None:
         raise ConfigError(f"{why}; train with DDP")
 
 
-def check_data(trainer: Any) -> None:
-    """Raise ConfigError if the training data cannot be handed out as samples."""
+def check_data(trainer: Any, *, shares: bool) -> None:
+    """Raise ConfigError if the training data cannot be handed out as samples.
+
+    Args:
+        trainer: Before training.
+        shares: True if ranks share out the samples of a step.
+    """
     args, data = trainer.args, trainer.train_dataset
     if data is not None:
         name = f"train_dataset is a {type(data).__name__}, which has"
@@ -171,16 +179,26 @@ def check_data(trainer: Any) -> None:
             raise ConfigError(f"{name} a length and no items; {instead}")
         if not len(data):
             raise ConfigError(f"{name} no samples")
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+    if rebalances(args) and not shares:
         raise ConfigError(
-            "train_sampling_strategy='batch_rebalance' makes batches of its own, and is not needed: with "
-            "micro_batch_size='auto', ranks share out the samples of a step by themselves; use random"
+            "train_sampling_strategy='batch_rebalance' makes batches of its own; set it to 'random', with which "
+            "several devices share out the samples of a step if micro_batch_size='auto' and balance_ranks is on"
+        )
+    if rebalances(args):
+        log.info(
+            "train_sampling_strategy='batch_rebalance' is not needed, and trains as 'random': samples are shared out "
+            "at the step"
         )
     for key in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, key):
             raise ConfigError(f"accelerator_config.{key}=True cuts batches after they are collated; set it to False")
     if args.world_size > 1 and not args.accelerator_config.even_batches:
         raise ConfigError("accelerator_config.even_batches=False gives ranks unequal numbers of steps; set it to True")
+
+
+def rebalances(args: Any) -> bool:
+    """Return True if Trainer's own sampler is asked for that gives devices batches of like cost."""
+    return getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
 
 
 def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -> list[BatchSampler]:

@@ -29,7 +29,7 @@ from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._step.runner import Outcome, StepRunner
-from adaptive_batching._step.sharing import Sharing, hidden_size
+from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._transformers.handed_out import (
@@ -125,7 +125,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """How the samples of a step are shared out among ranks; None if each keeps its own."""
 
         if balances_ranks and ranks.size > 1 and isinstance(size, ByLength) and length is not None:
-            self.sharing = Sharing(ranks, hidden_size(trainer.model), waits=bool(self.models))
+            self.sharing = Sharing(ranks, trainer.model, waits=bool(self.models))
         self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
         self._label: str | None = None  # the field of a sample that is its only target
         self._row_size = RowSize()

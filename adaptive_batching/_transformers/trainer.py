@@ -22,10 +22,11 @@ from adaptive_batching._transformers.handed_out import (
     handing_out_samples,
     has_decoder,
     length_function,
+    replaced,
 )
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
-from adaptive_batching._transformers.refusals import check_class
+from adaptive_batching._transformers.refusals import check_class, rebalances
 from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import is_ddp
 
@@ -143,6 +144,12 @@ class AdaptiveTraining:
         of_samples = handing_out_samples(loader, self.data_collator)
         assert of_samples is not None  # as was checked
         return model, of_samples
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sampler of ``Trainer``; where it would balance ranks, which share out steps, one that draws."""
+        replaces = self.adaptive is not None and rebalances(self.args)
+        with replaced(self.args, train_sampling_strategy="random") if replaces else contextlib.nullcontext():
+            return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
 
     def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> Any:
         shown = self.callback_handler.train_dataloader

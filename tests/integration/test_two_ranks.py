@@ -15,7 +15,7 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import QUICKSTART, ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, SHARED, SHARED_FAULTS, same_everywhere
+from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, SHARED, SHARED_FAULTS, of_shared_steps, same_everywhere
 from tests.support.html import read_page
 from tests.support.launches import Finished, of_launch, output_of
 from tests.support.overrides import SGD, VALIDATE, WIDE
@@ -251,7 +251,7 @@ def assert_same_training(ours: Run, theirs: Run, weights: str = "epoch_0") -> No
     """Equal to float rounding: losses, learning rates, norms of gradients and weights."""
     assert ours.by_step.keys() == theirs.by_step.keys()
     for step, logged in theirs.by_step.items():
-        for key in {"loss", "lr", "grad_norm"} & logged.keys() & ours.by_step[step].keys():
+        for key in {"loss", "lr", "grad_norm", "val_loss"} & logged.keys() & ours.by_step[step].keys():
             assert ours.by_step[step][key] == pytest.approx(logged[key], rel=1e-5), (step, key)
     for name, expected in theirs.weights_in(weights).items():
         torch.testing.assert_close(ours.weights_in(weights)[name], expected, rtol=1e-5, atol=1e-6)
@@ -259,19 +259,37 @@ def assert_same_training(ours: Run, theirs: Run, weights: str = "epoch_0") -> No
 
 @of_launch("shared")
 @pytest.mark.parametrize("kind", SHARED)
-def test_wherever_samples_are_computed_they_train_as_drawn_and_as_one_batch_on_one_device(
-    kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wherever_samples_are_computed_they_train_as_drawn(kind: str, finished: Finished) -> None:
     """A window of two batches is shared out as a whole."""
     shared, drawn = finished(f"{kind}_shared"), finished(f"{kind}_drawn")
     assert_shared_out(shared)
     assert not any("moved" in step and step["moved"] for step in events(drawn, "step"))
     assert_same_training(shared, drawn)
+
+
+def assert_as_on_one_device(kind: str, finished: Finished, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = finished(f"{kind}_shared")
     monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
-    size = f"batch_size={2 * int(drawn.metrics[0]['batch_size'])}"
-    one = tune_run(kind, *SGD, *SHARED[kind], size, "gradient_accumulation_steps=2", "epochs=1", "micro_batch_size=2",
-                   "lr_scheduler.num_warmup_steps=2")  # fmt: skip
+    one = baseline(kind, *of_shared_steps(kind, 1), "epochs=1", "micro_batch_size=2", "lr_scheduler.num_warmup_steps=2")
+    assert_shared_out(shared)
     assert_same_training(shared, one)
+    assert kind != "full" or any("val_loss" in step for step in shared.metrics)
+
+
+@of_launch("shared")
+@pytest.mark.parametrize("kind", SHARED)
+def test_two_ranks_share_out_steps_and_train_as_one_device(
+    kind: str, finished: Finished, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_on_one_device(kind, finished, baseline, monkeypatch)
+
+
+@of_launch("shared_by_4")
+@pytest.mark.parametrize("kind", SHARED)
+def test_four_ranks_share_out_steps_and_train_as_one_device(
+    kind: str, finished: Finished, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_on_one_device(kind, finished, baseline, monkeypatch)
 
 
 @of_launch("shared")
@@ -282,7 +300,7 @@ def test_steps_that_are_shared_out_padded_and_again_train_as_drawn(name: str, fi
     assert_shared_out(run)
     assert_same_training(run, finished("full_drawn"))
     if name == "recovered":
-        assert [step["oom_retries"] for step in run.metrics] == [0, 1, 2, 3, 5, 5]
+        assert [step["oom_retries"] for step in run.by_step.values()] == [0, 1, 2, 3, 5, 5]
         failed = [step for step, fault in zip(events(run, "step"), SHARED_FAULTS, strict=True) if fault is not None]
         assert all(step["forwards"] > 1 for step in failed)
         # Whether samples move in the fourth step, which gains 2 %, depends on what forwards have taken.
@@ -290,10 +308,14 @@ def test_steps_that_are_shared_out_padded_and_again_train_as_drawn(name: str, fi
 
 
 @of_launch("shared")
-def test_a_run_that_is_shared_out_goes_on_within_an_epoch(finished: Finished) -> None:
-    whole, resumed = finished("full_steps_whole"), finished("full_steps")
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_run_that_is_shared_out_goes_on_within_an_epoch(kind: str, finished: Finished) -> None:
+    """Memory runs out in both steps that are left."""
+    whole, resumed = finished(f"{kind}_steps_whole"), finished(f"{kind}_steps")
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert_shared_out(resumed)
+    assert all(step["moved"] for step in events(resumed, "step")[-2:])
+    assert [step["oom_retries"] for step in resumed.metrics[-2:]] == [1, 2]
     assert_same_training(resumed, whole, "step_7")
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import resource
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +34,15 @@ from torchtune.training import _distributed
 
 from adaptive_batching._growth.increase import IncreaseFunction
 from adaptive_batching._memory import CpuMeter, _status
+from adaptive_batching._probe.sizes import Measurement, ProbeResult
+from adaptive_batching._probe.stored_probe import Conditions, StoredProbe
 from adaptive_batching._ranks import agree
 from adaptive_batching._step import sharing
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.share import share_out
 from adaptive_batching._torchtune.train import collectives, session, splitting
 from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.probing import Probe
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import QUICKSTART, all_that_fits, small_run, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
@@ -141,20 +143,10 @@ class Runner:
         stock: bool = False,
         faults: Sequence[Fault | None] = (),
         layer: int = RANK,
-        probed_by: str | None = None,
     ) -> None:
-        """Run a recipe; ``layer`` of its model runs out of memory if it is one of ``faults.py``.
-
-        It takes what fits from the run ``probed_by``, rather than probe again.
-        """
+        """Run a recipe; ``layer`` of its model runs out of memory if it is one of ``faults.py``."""
         disarm()
         plan["layer"] = layer
-        if probed_by is not None:
-            if RANK == 0:
-                probe, folder = (self.directory / each / "adaptive_batching" for each in (probed_by, name))
-                folder.mkdir(parents=True)
-                shutil.copy(probe / "probe.json", folder)
-            dist.barrier()
         module, config, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, ()))
         fewer = ("dataset.split=train[:32]", "epochs=1", "lr_scheduler.num_warmup_steps=2")
         settings = small_run(self.inputs, self.directory / name, *fewer, *added, *overrides)
@@ -175,15 +167,23 @@ class Runner:
                 (self.directory / name).mkdir(exist_ok=True)
                 (self.directory / name / f"error_{RANK}.txt").write_text(f"{error}\n{traceback.format_exc()}")
 
-    def cut_off(self, kind: str, name: str, before: float, *overrides: str, on: Sequence[str] = ()) -> None:
-        """Run a whole, and what a power cut before an epoch leaves of it, with the settings ``on``."""
+    def cut_off(
+        self,
+        kind: str,
+        name: str,
+        before: float,
+        *overrides: str,
+        on: Sequence[str] = (),
+        faults: Sequence[Fault | None] = (),
+    ) -> None:
+        """Run a whole, and what a power cut before an epoch leaves of it, with the settings ``on`` and ``faults``."""
         whole, again = self.directory / f"{name}_whole", self.directory / name
         with power_cut.copying(whole, before if RANK == 0 else None):
             self(kind, whole.name, *overrides)
         if RANK == 0:
             power_cut.left_of(whole).rename(again)
         dist.barrier()
-        self(kind, name, *overrides, "resume_from_checkpoint=True", *on)
+        self(kind, name, *overrides, "resume_from_checkpoint=True", *on, faults=faults)
 
 
 def model(kind: str) -> str:
@@ -287,11 +287,11 @@ def runs_that_grow(run: Runner) -> None:
     run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
 
 
-def run_in_two(run: Runner, kind: str, *added: str) -> None:
-    """Run as a whole, and cut off within the second epoch, to go on from a checkpoint within it."""
+def run_in_two(run: Runner, kind: str, *added: str, faults: Sequence[Fault | None] = ()) -> None:
+    """Run as a whole, and cut off within the second epoch, to go on with ``faults`` from a checkpoint within it."""
     every = ["adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8", "save_every_n_steps=5"]
     common = [*GROW[:-1], "epochs=2", samples(48), *every, *added]
-    run.cut_off(kind, f"{kind}_steps", 1.5, *common)
+    run.cut_off(kind, f"{kind}_steps", 1.5, *common, faults=faults)
 
 
 def runs_of_other_recipes(run: Runner) -> None:
@@ -423,13 +423,21 @@ UNEVEN = ["dataset._component_=tests.integration.uneven_samples.UnevenSamples", 
 SHARED = {
     "full": [*UNEVEN, "dataset.samples=96"],
     "kd": UNEVEN,
-    "lora_dpo": [samples(32), "batch_size=2", "tokenizer.max_seq_len=256"],
+    "lora_dpo": [samples(32), "tokenizer.max_seq_len=256"],
 }
 """Kinds of run whose ranks share out the samples of a step, and their data."""
+SAMPLES_OF_ALL = {"full": 8, "kd": 8, "lora_dpo": 4}
+"""In a batch of all ranks, two of which make a step."""
+VALIDATED = {"full": [*VALIDATE, "run_val_every_n_steps=3"]}
 SHARED_FAULTS: list[Fault | None] = [
     None, {"where": "forward", "on": [0]}, {"where": "backward", "on": [1]}, {"where": "forward", "on": [0, 1]},
     {"where": "backward", "on": [0], "times": 2, "fits": 1}, None,
 ]  # fmt: skip
+
+FAULTS_AFTER: list[Fault | None] = [
+    *[None] * 5, {"where": "forward", "on": [0, 1]}, {"where": "backward", "on": [0, 1]}
+]  # fmt: skip
+"""In the two steps after the fifth, on whichever rank samples of another run."""
 
 
 def fails_from_the_second_call_on(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -443,24 +451,46 @@ def fails_from_the_second_call_on(function: Callable[..., Any]) -> Callable[...,
     return run
 
 
-def runs_that_are_shared_out(run: Runner) -> None:
-    """Each step by both ranks: undisturbed, after a failure, on from a checkpoint; and samples that cannot be sent."""
-    for kind, data in SHARED.items():
-        common = [*SGD, ACCUMULATE, *data, *BY_LENGTH]
-        run(kind, f"{kind}_drawn", *common, "adaptive_batching.balance_ranks=False")
-        run(kind, f"{kind}_shared", *common, probed_by=f"{kind}_drawn")
+def all_fit(probe: Probe) -> StoredProbe:
+    """Find, in place of a probe, that all samples of a step fit."""
+    largest = probe.sizing.request.upper
+    found = ProbeResult(largest, "memory", 1, 1, "predict", 0.0, [Measurement(largest, True, 1)])
+    return StoredProbe(found, Conditions({}, {}, {}, {}, {}), upper=largest)
 
-    common = [*SGD, ACCUMULATE, *SHARED["full"], *BY_LENGTH]
+
+def of_shared_steps(kind: str, num_ranks: int) -> list[str]:
+    """Return the settings of a run in which so many ranks share out each step, always of the same samples."""
+    size = f"batch_size={SAMPLES_OF_ALL[kind] // num_ranks}"
+    return [*SGD, ACCUMULATE, *SHARED[kind], size, *VALIDATED.get(kind, ())]
+
+
+def runs_that_are_shared_out(run: Runner) -> None:
+    """Each step by all ranks: undisturbed, after a failure, on from a checkpoint; and samples that cannot be sent."""
+    with mock.patch.object(Probe, "find", all_fit):
+        for kind in SHARED:
+            common = [*of_shared_steps(kind, dist.get_world_size()), *BY_LENGTH]
+            run(kind, f"{kind}_shared", *common)
+            if dist.get_world_size() == 2:
+                run(kind, f"{kind}_drawn", *common, "adaptive_batching.balance_ranks=False")
+        if dist.get_world_size() == 2:
+            runs_of_two_that_are_shared_out(run)
+
+
+def runs_of_two_that_are_shared_out(run: Runner) -> None:
+    common = [*of_shared_steps("full", 2), *BY_LENGTH]
     run("full", "padded", *common, "adaptive_batching.padding=True")
     run("full", "recovered", *common, model("full"), faults=SHARED_FAULTS)
     with mock.patch.object(sharing, "pickled", fails_from_the_second_call_on(sharing.pickled)):
-        run("full", "pickled", *common, probed_by="full_drawn")
+        run("full", "pickled", *common)
     loads = fails_from_the_second_call_on(pickle.loads)
     with mock.patch.object(sharing, "pickle", SimpleNamespace(**{**vars(pickle), "loads": loads})):
-        run("full", "loads", *common, probed_by="full_drawn")
-    run_in_two(run, "full", *SGD, *SHARED["full"], "dataset.samples=48", *BY_LENGTH)
+        run("full", "loads", *common)
+    for kind, data in SHARED.items():
+        few = samples(48) if kind == "lora_dpo" else "dataset.samples=48"
+        faulty = model("full" if kind == "full" else "lora")
+        run_in_two(run, kind, *SGD, *data, few, *BY_LENGTH, faulty, faults=FAULTS_AFTER)
     with mock.patch.object(sharing, "share_out", share_out if RANK == 0 else mock.Mock(side_effect=ZeroDivisionError)):
-        run("full", "lost", *common, probed_by="full_drawn")
+        run("full", "lost", *common)
     sys.exit()  # the other rank has ended
 
 
@@ -510,6 +540,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     "shared": runs_that_are_shared_out,
+    "shared_by_4": runs_that_are_shared_out,
     "failing_collectives": partial(runs_of_failing_collectives, cases=known_cases()),
     f"limit_{ONE_LIMIT}": partial(runs_under_a_real_limit, extra_mib=ONE_LIMIT),
 }  # fmt: skip

@@ -92,6 +92,8 @@ def test_the_rank_with_least_room_decides_how_many_samples_fit(kind: str, ranks:
         ("backward", "OtherRankError: on rank 1, KeyError: 'labels'", "KeyError: 'labels'"),
         ("gathering", *["ConfigError: (loss communicates with other ranks|.* collectives that are not FSDP's)"] * 2),
         ("collated", "OtherRankError: on rank 1, ConfigError: samples is", "ConfigError: samples is a dict, which lo"),
+        ("collating", "OtherRankError: on rank 1, KeyError: 'labels'", "KeyError: 'labels'"),
+        ("balanced", *["ConfigError: rank 0 shares out the samples of a step and rank 1 does not; give"] * 2),
         ("empty", "ConfigError: samples is empty", "ConfigError: samples is empty"),
         ("long", "DoesNotFitError: out of memory on another rank", "DoesNotFitError: out of memory with 1 sample of "),
         *(

@@ -91,11 +91,12 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def make_step(
-    kind: str, model: Faulty, loss: Callable[..., Any] = loss, max_tokens: int | None = None
+    kind: str, model: Faulty, loss: Callable[..., Any] = loss, max_tokens: int | None = None, **settings: Any
 ) -> tuple[nn.Module, AdaptiveStep[Any]]:
     prepared = wrapped(kind, model)
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=0.01)
-    step = AdaptiveStep(prepared, optimizer, loss, collate, length=length, clip_norm=CLIP)
+    given: dict[str, Any] = {"collate": collate, "length": length, "clip_norm": CLIP, **settings}
+    step: AdaptiveStep[Any] = AdaptiveStep(prepared, optimizer, loss, **given)
     step.max_tokens = max_tokens
     return prepared, step
 
@@ -187,6 +188,13 @@ def gathering(model: nn.Module, batch: Any) -> Any:
     return total, number
 
 
+def wrong_in_collate(samples: list[Any]) -> Any:
+    """Fails on one rank."""
+    if RANK == 1:
+        raise KeyError("labels")
+    return collate(samples)
+
+
 def mistakes(kind: str) -> dict[str, Any]:
     """Errors of one rank and of both, after each of which the ranks still agree."""
     batch = BATCHES[0][RANK]
@@ -196,6 +204,8 @@ def mistakes(kind: str) -> dict[str, Any]:
         "backward": error_of(lambda: make_step(kind, make_model(), wrong_in_backward)[1](batch)),
         "gathering": error_of(lambda: make_step(kind, make_model(), gathering)[1](batch)),
         "collated": error_of(lambda: make_step(kind, make_model())[1](wrong_on_one)),
+        "collating": error_of(lambda: make_step(kind, make_model(), collate=wrong_in_collate)[1](batch)),
+        "balanced": error_of(lambda: make_step(kind, make_model(), balance_ranks=RANK == 0)[1](batch)),
         "empty": error_of(lambda: make_step(kind, make_model())[1]([])),
         "long": error_of(lambda: train_with(kind, make_model("forward"), 20 if RANK == 1 else 10**9)),
     }

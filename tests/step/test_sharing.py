@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from adaptive_batching._ranks.agree import Ranks, is_lost_rank
+from adaptive_batching._step.share import SampleCost
 from adaptive_batching._step.sharing import Sharing
 from tests.support.ranks import start_ranks
 
@@ -28,8 +32,8 @@ class OtherRank:
         self.told = told
 
     def gather(self, value: Any) -> list[Any]:
-        if isinstance(value, tuple) and len(value) == 5:
-            names = ("lengths", "weight", "limit", "forward_cost", "pace")
+        if isinstance(value, tuple) and len(value) == 6:
+            names = ("lengths", "weight", "limit", "forward_cost", "squares", "pace")
             return [value, tuple(self.told.get(name, own) for name, own in zip(names, value, strict=True))]
         return [value, value]
 
@@ -40,8 +44,10 @@ class OtherRank:
         return [pickle.dumps({(1, index): None for index in range(len(LENGTHS))})]
 
 
-def shared_with(seconds: float | None = None, waits: bool = False, **told: Any) -> Sharing:
-    sharing = Sharing(OtherRank(**told), 64, waits=waits)  # type: ignore[arg-type]
+def shared_with(
+    seconds: float | None = None, waits: bool = False, model: nn.Module | None = None, **told: Any
+) -> Sharing:
+    sharing = Sharing(OtherRank(**told), model or nn.Embedding(9, 64), waits=waits)  # type: ignore[arg-type]
     for _ in range(20):
         if seconds is not None:
             sharing.observe([50, 50], seconds, pads=False)
@@ -68,6 +74,32 @@ def test_the_pace_of_ranks_that_wait_for_each_other_says_nothing() -> None:
     assert samples_here(shared_with(seconds=0.5, waits=True, pace=1 / 113)) == 12
 
 
+def test_ranks_share_out_by_what_attention_costs_on_all_of_them() -> None:
+    """The other has a sample of as many tokens as six of this rank."""
+    model, lengths = nn.Embedding(9, 6400), [600, *[100] * 6]
+    assert samples_here(shared_with(model=model, lengths=lengths)) == 12
+    assert samples_here(shared_with(model=model, lengths=lengths, squares=0.01)) > 12
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_attention_costs_is_learned_from_parts_that_are_shared_out(waits: bool) -> None:
+    """If ranks wait for each other, a part takes as long as the slowest of its turn."""
+    chance, told = random.Random(0), OtherRank()
+    sharing = Sharing(told, nn.Embedding(9, 64), waits=waits)  # type: ignore[arg-type]
+    at_first = sharing._attention.per_token_squared
+    true = SampleCost(300.0, 1.0, 3 * at_first)
+    for _ in range(100):
+        lengths, told.told["lengths"] = ([chance.choice((5, 20, 200)) for _ in range(12)] for _ in range(2))
+        sharing.parts([None] * 12, lengths, 1.0, None, pads=False)
+        assert sharing.last is not None
+        of_ranks = [
+            [(lengths, told.told["lengths"])[home][index] for home, index in own] for [own] in sharing.last.parts
+        ]
+        seconds = [true.of_part(own) for own in of_ranks]
+        sharing.observe(of_ranks[0], max(seconds) if waits else seconds[0], pads=False)
+    assert sharing._attention.per_token_squared == pytest.approx(3 * at_first, rel=0.1)
+
+
 @pytest.mark.parametrize("told", [{"weight": 2.0}, {"weight": None}], ids=str)
 def test_samples_that_weigh_otherwise_on_another_rank_stay(
     told: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -77,6 +109,26 @@ def test_samples_that_weigh_otherwise_on_another_rank_stay(
     assert sharing.last is None
     assert sharing.parts([None], [9], 1.0, None, pads=False) is None
     assert caplog.text.count("samples stay on the ranks that have drawn them") == 1, "said once"
+
+
+class Attention(nn.Module):
+    def __init__(self, attention_dropout: float) -> None:
+        super().__init__()
+        self.attention_dropout = attention_dropout
+
+
+@pytest.mark.parametrize("made", [nn.Dropout, Attention])
+def test_where_samples_move_it_is_said_once_that_dropout_draws_otherwise(
+    made: Callable[[float], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    few = [10] * 3
+    for model, lengths in ((made(0.0), few), (made(0.1).eval(), few), (made(0.1), LENGTHS)):
+        shared_with(model=nn.Sequential(model), lengths=lengths)
+        assert "dropout" not in caplog.text
+    sharing = shared_with(model=nn.Sequential(made(0.1)), lengths=few)
+    sharing.parts([None] * len(LENGTHS), LENGTHS, 1.0, None, pads=False)
+    assert caplog.text.count("where dropout draws other numbers") == 1
 
 
 def test_a_step_that_is_not_shared_out_has_no_balance() -> None:

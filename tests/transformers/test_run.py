@@ -177,7 +177,7 @@ def test_a_function_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True starts again with fewer samples; set it to False"),
         (
             {"train_sampling_strategy": "batch_rebalance"},
-            "train_sampling_strategy='batch_rebalance' makes batches of its own, and is not needed",
+            "train_sampling_strategy='batch_rebalance' makes batches of its own; set it to 'random'",
         ),
         ({"optim": "lomo"}, "optim='lomo' updates weights in the backward pass"),
         ({"accelerator_config": {"split_batches": True}}, r"accelerator_config\.split_batches=True cuts batches"),

@@ -197,6 +197,16 @@ def test_samples_with_a_label_each_are_shared_out(
     assert all(step["moved"] > 0 for step in steps_of(folder, name))
 
 
+def test_what_would_balance_ranks_in_the_sampler_is_not_needed(
+    ranks: list[Found], folder: Path, tmp_path: Path
+) -> None:
+    """Samples come in random order, and are shared out at the step."""
+    found = of_run("ddp shared rebalanced", ranks)
+    assert_alike(found, in_one_process(tmp_path))
+    assert any(step["moved"] > 0 for step in steps_of(folder, "ddp shared rebalanced"))
+    assert sum("'batch_rebalance' is not needed" in line for line in found["told"]) == 1
+
+
 def test_samples_stay_in_a_step_of_which_ranks_have_other_numbers(ranks: list[Found], folder: Path) -> None:
     """In the first step, each has as many, of which one counts nothing."""
     name = "ddp shared uneven"

@@ -67,6 +67,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "late": {},
     "counted": {"include_num_input_tokens_seen": "non_padding", "num_train_epochs": 2},
     "apart": {"average_tokens_across_devices": False},
+    "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
     "checkpointed": {"gradient_checkpointing": True},
     "float16": {"fp16": True},
 }
@@ -238,7 +239,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     if ours == "evaluated":
         return evaluated(folder)
     saves = {"save_strategy": "steps", "save_steps": SAVED_AT[ours]} if ours in SAVED_AT else {}
-    with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext():
+    found: dict[str, Any] = {"told": []}
+    with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext(), told(found["told"]):
         trainer = make(name, folder, **saves)
         if ours in ("rows", "shared", "drawn"):
             trainers.without_probe(trainer, 90)
@@ -248,10 +250,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
             trainer.adaptive.find()
         if model == "late":
             trainer.add_callback(ShortLater(trainer.model))
-        found: dict[str, Any] = {"told": []}
         how = failing_once(trainer, ours) if ours not in OURS else contextlib.nullcontext()
         how = uneven_steps() if model == "uneven" else how
-        with comparing(found) if ours == "probed" and strategy == "fsdp" else how, told(found["told"]):
+        with comparing(found) if ours == "probed" and strategy == "fsdp" else how:
             trainer.train()
         found |= outcome(trainer)
         if ours == "growing":
@@ -295,7 +296,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 def runs() -> list[str]:
     ddp = ["parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama"]
-    ddp += ["shared late", "shared labelled"]
+    ddp += ["shared late", "shared labelled", "shared rebalanced"]
     ddp += [f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")]
     sharded = [
         "stock llama",

@@ -12,7 +12,7 @@ from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize
-from adaptive_batching._step.sharing import Sharing, hidden_size
+from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import (
     FORWARD_COST,
     SplitRule,
@@ -95,7 +95,7 @@ class Splitter:
 
         is_alone = host.ranks.size == 1 or host.ranks.size != host.num_replicas or host.steps_in_backward
         if split_policy.balances_ranks and isinstance(split_policy.size, ByLength) and not is_alone:
-            self.sharing = Sharing(host.ranks, hidden_size(host.model), waits=True)
+            self.sharing = Sharing(host.ranks, host.model, waits=True)
         self.timer = ForwardTimer(host.device, self._observe)
         """Of forwards and backwards, if it learns."""
 
@@ -250,6 +250,8 @@ class Splitter:
         self._split_policy.cost.observe(micro_batch.tokens, seconds)
         if self._makes_rows:
             self._split_policy.row_size.observe(micro_batch.tokens, seconds)
+        if self.sharing is not None and not micro_batch.is_filler:
+            self.sharing.observe(self._sizes(micro_batch.samples), seconds, pads=not self._makes_rows)
 
 
 def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:
