@@ -43,6 +43,8 @@ class AttentionCost:
 
     def observe(self, sizes: Sequence[Size], seconds: float) -> None:
         """Take in the time of a forward and backward: of one part, or of the slowest of several at the same time."""
+        if seconds <= 0:  # of a clock that is too coarse
+            return
         self._recent.append((_not_less_than_others(sizes), seconds))
         self._num_new += 1
         if self._num_new == _TO_FIT:
