@@ -172,8 +172,8 @@ def test_a_limit_below_what_is_in_use_is_refused_as_such(probes: bool, tune_run:
     message = str(end.value)
     assert re.search(r"adaptive_batching\.memory_limit=20MiB is used up before the first step", message), message
     assert re.search(r": [\d.]+ [MG]iB are in use already; write how much training may use in total, out", message)
-    with pytest.raises(ConfigError, match=r"batching\.headroom=99\.9% is [\d.]+ GiB, but only [\d.]+ GiB are free"):
-        require_room(AdaptiveBatchingConfig.from_mapping({"headroom": "99.9%"}), CpuMeter())
+    with pytest.raises(ConfigError, match=r"batching\.headroom=1000GiB is [\d.]+ GiB, but only [\d.]+ GiB are free"):
+        require_room(AdaptiveBatchingConfig.from_mapping({"headroom": "1000GiB"}), CpuMeter())
 
 
 @pytest.mark.serial
@@ -226,7 +226,7 @@ def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_
     split = tune_run("full", *common, "micro_batch_size=auto", name="split")
     [probe] = events(split, "probe")
     assert [step["batch_size"] for step in probe["measurements"]] == [1, 2]
-    assert [step["steps"] for step in probe["measurements"]] == [2, 2], "the first may have waited for something"
+    assert [step["steps"] for step in probe["measurements"]] == [1, 1], "of which each has two forwards"
     assert probe["enough"] == 36, "33, or the next size of four binary digits"
     assert "not measured at full size" in caplog.text
     assert_close(split, tune_run("full", *common, name="whole"), epoch=0)
