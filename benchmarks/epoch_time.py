@@ -22,10 +22,10 @@ reported beside it, and the probe's traces apart.
 The bound that no way of splitting can beat is the number of real tokens times the best time per token: a forward and
 backward of unpadded batches of many lengths and sizes is timed, and the fastest counts. No split need reach it, as each
 forward has a fixed cost and each sample a length of its own; from the same times follows what the best split of a step
-would take. Rows make logits only for tokens that predict a target, and all others for every token, also those for the
-bound, so that an epoch of rows can take less. What an epoch takes beyond the bound is named part by part. The last line printed is a JSON object of ratios
-of medians, with the largest relative difference of a step's loss to the first way's, and padded over real tokens of
-ours.
+would take. Rows make logits only for tokens that predict a target, and all other batches for every token, also those of
+the bound, so that an epoch of rows can take less. What an epoch takes beyond the bound is named part by part. The last
+line printed is a JSON object of ratios of medians, with the largest relative difference of a step's loss to the first
+way's, and padded over real tokens of ours.
 """
 
 from __future__ import annotations
