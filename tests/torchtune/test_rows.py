@@ -91,6 +91,16 @@ def test_a_row_has_the_gradient_of_its_samples(name: str) -> None:
     assert torch.equal(gradient(model, alone), expected)
 
 
+def test_a_batch_of_packs_is_computed_as_before_where_rows_are_taken() -> None:
+    torch.manual_seed(0)
+    model = build(DECODERS["llama3"])
+    packs = torch.randint(97, (2, 12))
+    positions = torch.stack([torch.arange(12), torch.cat([torch.arange(5), torch.arange(7)])])
+    expected = model(packs, input_pos=positions)
+    with RowSeams([model]).open():
+        assert torch.equal(model(packs, input_pos=positions), expected)
+
+
 @pytest.mark.parametrize("num_targets", [1, 5, 13, 29])
 def test_a_row_makes_logits_of_targets_alone_and_as_many_chunks_as_other_ranks(num_targets: int) -> None:
     """A sharded output layer is gathered for each chunk, from all ranks."""

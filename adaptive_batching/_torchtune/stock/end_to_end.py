@@ -143,7 +143,7 @@ class _Rotary:
         self._angles: torch.Tensor | None = None  # [tokens, ...], of these positions
 
     def forward(self, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:
-        if input_pos is None or torch.compiler.is_compiling():  # a compiler fuses the lookup
+        if input_pos is None or len(input_pos) > 1 or torch.compiler.is_compiling():  # which fuses the lookup
             return self._forward(x, input_pos=input_pos)  # type: ignore[no-any-return]
         buffers = self._module._buffers
         whole = buffers["cache"]
