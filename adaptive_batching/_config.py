@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,11 +135,9 @@ class AdaptiveBatchingConfig:
             self._set("memory_limit", amount)
             if amount.bytes_of(2**50) < 2**20:
                 in_bytes = f" is {amount.num_bytes} bytes, which" if amount.num_bytes else ""
-                number = re.match(r"[\d.]+", str(limit))
-                meant = f"{number[0]}GiB" if number and float(number[0]) else "40GiB"
                 raise ConfigError(
                     f"adaptive_batching.memory_limit={limit!r}{in_bytes} leaves no memory for training; write how much "
-                    f"it may use, such as {meant} or 90%"
+                    "it may use, such as 40GiB or 90%"
                 )
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")

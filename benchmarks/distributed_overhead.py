@@ -1,4 +1,4 @@
-"""What several ranks cost: to be ready for one that runs out of memory, and to share out the samples of a step.
+"""Time that several ranks add to a step: to be ready for one that runs out of memory, and to share out samples.
 
     pip install -e .[torchtune]
     python benchmarks/distributed_overhead.py                                  # about 4 minutes on 2 cores

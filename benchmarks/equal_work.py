@@ -428,7 +428,7 @@ def real(num_ranks: Sequence[int], num_steps: int, repeats: int) -> Half:
 
 @dataclass(frozen=True)
 class Times:
-    """What a way takes on real ranks."""
+    """Times of steps on real ranks, by one rule."""
 
     way: str
     data: str
@@ -506,7 +506,7 @@ def measure_ranks(directory: str, data: str, num_ranks: int, num_steps: int, fir
 def ratio_and_interval(
     ones: np.ndarray[Any, Any], others: np.ndarray[Any, Any], *, are_pairs: bool = True
 ) -> tuple[float, float, float]:
-    """Return the ratio of the sums, and its 95 % confidence interval, by drawing steps anew, or pairs of them."""
+    """Return the ratio of the sums, and its 95 % confidence interval, by bootstrapping steps, or pairs of them."""
     generator = np.random.default_rng(0)
     drawn = generator.integers(len(ones), size=(2000, len(ones)))
     of_others = drawn if are_pairs else generator.integers(len(others), size=drawn.shape)

@@ -67,7 +67,7 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("sequence_length", value, WHOLE) for value in (-1, "long")),
     ("memory_limit", "lots", "is not a memory size; write 24GiB, 90% or bytes"),
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
-    ("memory_limit", "4B", "is 4 bytes, which leaves no memory for training; write how much it may use, such as 4GiB"),
+    ("memory_limit", "4B", "is 4 bytes, which leaves no memory for training; write how much it may use, such as 40GiB"),
     (
         "memory_limit",
         "500KB",

@@ -1,4 +1,4 @@
-"""What attention costs on a device, fitted to its forwards. Pure: sizes and seconds only."""
+"""Cost of attention on a device, fitted to the times of its forward passes. Pure: it sees sizes and seconds alone."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_ranks_share_out_by_what_attention_costs_on_all_of_them() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_attention_costs_is_learned_from_parts_that_are_shared_out(waits: bool) -> None:
-    """If ranks wait for each other, a part takes as long as the slowest of its turn."""
+    """Where ranks wait for each other, a part takes as long as the slowest one of its turn."""
     chance, told = random.Random(0), OtherRank()
     sharing = Sharing(told, nn.Embedding(9, 64), waits=waits)  # type: ignore[arg-type]
     at_first = sharing._attention.per_token_squared

@@ -34,7 +34,7 @@ from adaptive_batching._torchtune.plan.meta_setup import RECIPES
 from adaptive_batching._torchtune.plan.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.plan.planning import CONFIGS, NotPlannedError, PlanRequest
 from adaptive_batching._torchtune.stock.losses import ANSWERS
-from adaptive_batching._torchtune.train.stock_keys import check_kinds, why_not_loaded
+from adaptive_batching._torchtune.train.stock_keys import check_kinds, not_loaded
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, first_line
 
@@ -79,8 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(unknown) if args.json else f"{Answer.CANNOT_TELL}: {error}")
         return Answer.CANNOT_TELL.value
     except InstantiationError as error:
-        named = re.search(r"Error loading '(.*?)'", str(error))
-        mistake = f"{named[1]}{why_not_loaded(error)}" if named else first_line(error)
+        mistake = not_loaded(error)
         missing = re.search(r"No module named '([^'.]+)", str(error))
         if missing is not None and find_spec(missing[1]) is None:
             print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")

@@ -122,7 +122,10 @@ class Objective(ABC):
         return None
 
     def with_most_targets(self, sample: Sample) -> Sample:
-        """Return ``sample`` with as many targets as it can have, in rows that compute no more logits than they need."""
+        """Return ``sample`` with as many targets as it can have, where a row makes logits for targets alone.
+
+        A probe asks for it, since what it finds has to hold for any sample of that length.
+        """
         return sample
 
     def filler(self, samples: Sequence[Sample]) -> Sample:

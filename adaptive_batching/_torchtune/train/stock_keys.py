@@ -110,21 +110,23 @@ def check_components(cfg: DictConfig) -> None:
         except NotWellFormed as error:
             raise ConfigError(f"{key}: {'; '.join(map(str, error.errors))}") from error
         except InstantiationError as error:
-            raise ConfigError(f"{key}={value._component_}{why_not_loaded(error)}") from error
+            raise ConfigError(f"{key}={not_loaded(error)}") from error
         except (TypeError, AttributeError) as error:
             raise ConfigError(f"{key}={value._component_}: {' '.join(str(error).split())}") from error
         except ValueError:  # it does not tell its arguments
             continue
 
 
-def why_not_loaded(error: InstantiationError) -> str:
-    """Return why torchtune cannot load a component, and a name that is near, in words that follow its path."""
+def not_loaded(error: InstantiationError) -> str:
+    """Return which component torchtune cannot load, and a name that is near, or else why not."""
     first, *rest = str(error).splitlines()
-    path = re.search(r"Error loading '(.*?)'", first)
-    near = nearest_path(path[1]) if path else ""
-    if path and near not in ("", path[1]):
-        return f" does not exist; did you mean {near}?"
-    return f" cannot be loaded ({' '.join(rest[:1]) or first}); {' '.join(rest[1:]) or 'check its path'}"
+    named = re.search(r"Error loading '(.*?)'", first)
+    if named is None:
+        return first
+    near = nearest_path(named[1])
+    if near not in ("", named[1]):
+        return f"{named[1]} does not exist; did you mean {near}?"
+    return f"{named[1]} cannot be loaded ({' '.join(rest[:1]) or first}); {' '.join(rest[1:]) or 'check its path'}"
 
 
 def check_keys(cfg: DictConfig, name: str) -> None:
