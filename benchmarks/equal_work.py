@@ -323,7 +323,7 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
 
     sharing.Sharing.parts = timed  # type: ignore[method-assign]
     sharing.share_out = share_of_way  # type: ignore[attr-defined, assignment]
-    RowSize._TOKENS_AT_FIRST = 2**20
+    RowSize.TOKENS_AT_FIRST = 2**20
 
     def make(way: str) -> Any:
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")

@@ -57,10 +57,11 @@ class _Search:
 
     def __init__(
         self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks, *,
-        rounds: bool, times: StepTimes | None, scratch: Path | None,
+        rounds: bool, times: StepTimes | None, suffices: int | None, scratch: Path | None,
     ) -> None:  # fmt: skip
         self._step, self._config, self._meter = step, config, meter
         self._ranks, self._rounds, self._times, self._scratch = ranks, rounds, times, scratch
+        self._suffices = suffices
         self._num_steps = self._expected_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
@@ -90,9 +91,11 @@ class _Search:
                 avoids = ranks.any(not meter.fails_safely)
                 is_single_precision = all(weight.dtype == torch.float32 for weight in self._step.model.parameters())
                 trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
+                # On a host, kernels in half precision convert their inputs, in memory that no trace sees.
+                suffices = self._suffices if ranks.all(not avoids or is_single_precision) else None
                 if by_curve:
                     self._predict(avoids_failures=avoids)
-                    self._expected_steps = 3 if times is None else 2
+                    self._expected_steps = 3 if times is None else 2 if suffices is None else 1
 
                 # What follows on a first step that makes the optimizer states is known by a replay alone. Without one,
                 # too many sizes that cannot go on would look as if they could.
@@ -114,7 +117,7 @@ class _Search:
                 if times is not None and by_curve:
                     enough, is_worth = partial(_largest, times.enough, ranks), times.is_worth
                     self.settled = settle_for_enough(
-                        curve, enough, lambda small, large: ranks.any(is_worth(small, large))
+                        curve, enough, lambda small, large: ranks.any(is_worth(small, large)), suffices
                     )
                 if self.settled is None:
                     search(curve)
@@ -310,7 +313,9 @@ def find_largest(
     meter.release()
     require_room(config, meter, ranks)
     times = times if request.may_stop_early else None
-    search = _Search(step, config, meter, ranks, rounds=request.rounds, times=times, scratch=scratch)
+    search = _Search(
+        step, config, meter, ranks, rounds=request.rounds, times=times, suffices=request.suffices, scratch=scratch
+    )
     candidates = candidate_sizes(
         upper,
         powers_of_two=request.rounds,

@@ -312,6 +312,7 @@ def settle_for_enough(
     curve: CorrectedCurve,
     enough: Callable[[], int | None],
     is_worth: Callable[[int, int], bool] = lambda small, large: True,
+    suffices: int | None = None,
 ) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
@@ -319,21 +320,31 @@ def settle_for_enough(
     or more: the time that larger ones save is then at most three times what is of no use. Else both run once more, as a
     first step often waits for something else. Return it then, or the largest that has run, also if what is enough is
     not worth its trials by ``is_worth``, which takes the two sizes. Else the search goes on.
+
+    One run of the smallest size will do if ``suffices``, or the largest candidate, is predicted to fit by far.
     """
     sizes = curve.sizes
+
+    def fits_by_far() -> int:
+        return curve.largest_that_fits(CERTAIN_FIT) if curve.is_predicted else -1
+
     smallest = range(min(2, len(sizes.candidates)))
     for index in smallest:
         if sizes.avoids_failures and curve.exceeds(index):
             return None
         if not sizes.low < index < sizes.high or not curve.run(index):
             return None
+        if index == 0 and suffices is not None and (by_far := fits_by_far()) >= 0:
+            size = sizes.candidates[by_far]
+            if size >= min(suffices, sizes.candidates[-1]):
+                return size
     for is_sure in (False, True):
         if is_sure and not all(sizes.run_anew(index) for index in smallest):
             return None
         if (wanted := enough()) is None:
             continue
         last = max(min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1), sizes.low)
-        by_far = min(curve.largest_that_fits(CERTAIN_FIT), last) if curve.is_predicted else -1
+        by_far = min(fits_by_far(), last)
         if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[last]:
             sizes.cap(sizes.candidates[last])
             return sizes.candidates[by_far]

@@ -45,6 +45,9 @@ class ProbeRequest:
     # With search="predict", look no further than is of use, by the times of the two smallest sizes: a batch stays as
     # it is, and is only split.
     may_stop_early: bool = False
+    # With that, a forward of so many samples will do if the smallest size shows that it fits by far; None to time two
+    # sizes first. For rows end to end, whose size is learnt in training.
+    suffices: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import pickle
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -150,25 +150,30 @@ class Ranks:
         dist.all_gather_into_tensor(received, sent, group=self._group)
         return [of_rank.tobytes() for of_rank in received.numpy().reshape(self.size, size)]
 
-    def exchange(self, outgoing: Mapping[int, bytes] | None) -> list[bytes] | None:
-        """Send bytes to other ranks, by their numbers, and return what they have sent to this one.
+    def exchange(self, outgoing: Mapping[int, bytes], senders: Sequence[int]) -> list[bytes]:
+        """Send bytes to other ranks, by their numbers, and return what ``senders`` have sent to this one.
 
-        None stands for a failure to make them; then nothing is sent, and the result is None on all ranks.
+        Only these ranks wait for each other. Each size comes first.
         """
-        sizes = torch.tensor([-1 if outgoing is None else len(outgoing.get(rank, b"")) for rank in range(self.size)])
-        expected = torch.empty_like(sizes)
-        dist.all_to_all_single(expected, sizes, group=self._group)
-        if outgoing is None or expected.min() < 0:
-            return None
-        waiting, incoming = [], []
-        for rank, size in enumerate(expected.tolist()):
-            if size:
-                incoming.append(torch.empty(size, dtype=torch.uint8))
-                waiting.append(dist.irecv(incoming[-1], rank, group=self._group))
-        for rank, sent in outgoing.items():
-            waiting.append(dist.isend(torch.frombuffer(bytearray(sent), dtype=torch.uint8), rank, group=self._group))
-        for work in waiting:
+
+        def post(transfer: Callable[..., dist.Work | None], tensor: torch.Tensor, rank: int) -> None:
+            work = transfer(tensor, rank, group=self._group)
             assert work is not None
+            waiting.append(work)
+
+        waiting = list[dist.Work]()
+        for rank, sent in outgoing.items():
+            post(dist.isend, torch.tensor([len(sent)]), rank)
+            if sent:
+                post(dist.isend, torch.frombuffer(bytearray(sent), dtype=torch.uint8), rank)
+        incoming = []
+        for rank in senders:
+            size = torch.empty(1, dtype=torch.int64)
+            dist.recv(size, rank, group=self._group)
+            incoming.append(torch.empty(int(size), dtype=torch.uint8))
+            if size:
+                post(dist.irecv, incoming[-1], rank)
+        for work in waiting:
             work.wait()
         return [tensor.numpy().tobytes() for tensor in incoming]
 

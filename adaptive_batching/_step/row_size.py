@@ -22,18 +22,23 @@ class RowSize:
     a run does not count, as it includes one-time setup. All ranks go up together, each from an eighth of its step.
     """
 
-    _TOKENS_AT_FIRST = 1024
+    TOKENS_AT_FIRST = 1024
     _PARTS_AT_FIRST = 8  # of a step that has more
     _STEPS = 3  # at each size
 
     def __init__(self) -> None:
-        self._size = self._TOKENS_AT_FIRST
+        self._size = self.TOKENS_AT_FIRST
         self._most = 0  # tokens of the step that could be a row
         self._rate: float | None = None  # seconds per token at half of this size
         self._rates: list[float] = []  # of steps at this size
         self._is_settled = False
         self._begun = 0  # steps
         self._tokens, self._seconds = 0, 0.0  # of the forwards of a step
+
+    @classmethod
+    def suffices(cls, longest: int) -> int:
+        """Return how many samples of ``longest`` tokens make a row to begin with."""
+        return -(-cls.TOKENS_AT_FIRST // longest)
 
     def tokens(self, most: int) -> int:
         """Return the most tokens that a row should have, where up to ``most`` of a step could be one."""

@@ -141,17 +141,18 @@ class Sharing:
 
         The result is None on all ranks if a sample cannot be sent.
         """
-        rank, outgoing, received, failure = self._ranks.rank, dict[int, bytes](), dict[tuple[int, int], Any](), ""
+        rank, received, failure = self._ranks.rank, dict[tuple[int, int], Any](), ""
+        homes = [{home for part in parts for home, _ in part} for parts in share.parts]
+        outgoing = {other: b"" for other, drawn_by in enumerate(homes) if rank in drawn_by and other != rank}
         try:
-            for other, parts in enumerate(share.parts):
-                moved = {(home, i): samples[i] for part in parts for home, i in part if home == rank != other}
-                if moved:
-                    outgoing[other] = pickled(moved)
+            for other in outgoing:
+                moved = {(home, i): samples[i] for part in share.parts[other] for home, i in part if home == rank}
+                outgoing[other] = pickled(moved)
         except Exception as error:  # of code of the samples' own
             failure = _in_words(error)
-        incoming = self._ranks.exchange(None if failure else outgoing)
+        incoming = self._ranks.exchange(outgoing, sorted(homes[rank] - {rank}))
         try:
-            for blob in incoming or ():
+            for blob in filter(None, incoming):  # none comes of a failure, which its rank tells below
                 received.update(pickle.loads(blob))
         except Exception as error:
             failure = _in_words(error)

@@ -223,15 +223,19 @@ def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_
     caplog.set_level(logging.INFO)
     sgd = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "epochs=1", "batch_size=48"]
     common = [*sgd, "adaptive_batching.memory_limit=16GiB"]
-    split = tune_run("full", *common, "micro_batch_size=auto", name="split")
+    padded = ["micro_batch_size=auto", "adaptive_batching.padding=True"]
+    split = tune_run("full", *common, *padded, name="split")
     [probe] = events(split, "probe")
     assert [step["batch_size"] for step in probe["measurements"]] == [1, 2]
     assert [step["steps"] for step in probe["measurements"]] == [1, 1], "of which each has two forwards"
     assert probe["enough"] == 36, "33, or the next size of four binary digits"
     assert "not measured at full size" in caplog.text
     assert_close(split, tune_run("full", *common, name="whole"), epoch=0)
-    again = tune_run("full", *common, "micro_batch_size=auto", name="split")
+    again = tune_run("full", *common, *padded, name="split")
     assert events(again, "probe")[0]["enough"] == 36 and "from the stored probe" in caplog.text
+    # Rows learn their size while they train: the longest sample shows that as many as a step has fit by far.
+    [probe] = events(tune_run("full", *common, "micro_batch_size=auto", name="rows"), "probe")
+    assert [step["batch_size"] for step in probe["measurements"]] == [1] and probe["enough"] == 48
     # With the maximum asked for, it is run.
     whole = tune_run("full", *common, "micro_batch_size=auto", "use_maximum_batch_size=True", name="maximum")
     assert events(whole, "probe")[0]["enough"] is None and events(whole, "probe")[0]["batch_size"] >= 48

@@ -294,6 +294,27 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
 
 @settings(max_examples=300, deadline=None)
 @given(
+    peak=curves(), upper=st.integers(1, 300), level=st.floats(0, 1.5), suffices=st.integers(1, 300),
+    error=st.floats(-0.1, 0.1),
+)  # fmt: skip
+def test_the_smallest_size_will_do_where_it_shows_that_what_suffices_fits_by_far(
+    peak: Peak, upper: int, level: float, suffices: int, error: float
+) -> None:
+    candidates = candidate_sizes(upper, powers_of_two=False, coarse=True)
+    device = Device(peak, int(peak(1) + level * (peak(upper) - peak(1))) + 1)
+    curve = CorrectedCurve(
+        SizesRun(device.measure, candidates, device.budget), lambda size: peak(size) + error * peak(1)
+    )
+    settled = settle_for_enough(curve, lambda: None, suffices=suffices)
+    by_far = [size for size in candidates if peak(size) <= CERTAIN_FIT * device.budget]
+    if by_far and by_far[-1] >= min(suffices, upper):
+        assert (device.runs, settled) == ([1], by_far[-1])
+    else:
+        assert settled is None, "the search goes on"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
     peak=curves(), upper=st.integers(3, 300), level=st.floats(0, 1.5), wanted=st.integers(3, 400),
     fixed=st.floats(0.001, 1.0), samples=st.floats(1, 10**6), is_traced=st.booleans(),
 )  # fmt: skip

@@ -40,7 +40,7 @@ class OtherRank:
     def any(self, value: bool) -> bool:
         return value
 
-    def exchange(self, outgoing: Any) -> list[bytes]:
+    def exchange(self, outgoing: Any, senders: Any) -> list[bytes]:
         return [pickle.dumps({(1, index): None for index in range(len(LENGTHS))})]
 
 
@@ -152,14 +152,14 @@ def exchange() -> None:
     other = 1 - ranks.rank
     for sizes in ((1, 10), (1, 5000), (5000, 6000)):
         assert ranks.gather("x" * sizes[ranks.rank]) == ["x" * size for size in sizes]
-    assert ranks.exchange({other: b"from %d" % ranks.rank}) == [b"from %d" % other]
-    assert ranks.exchange({} if ranks.is_first else {0: b"more"}) == ([b"more"] if ranks.is_first else [])
-    assert ranks.exchange({} if ranks.is_first else None) is None
+    assert ranks.exchange({other: b"from %d" % ranks.rank}, [other]) == [b"from %d" % other]
+    assert ranks.exchange({} if ranks.is_first else {0: b"more"}, [1] * ranks.is_first) == [b"more"] * ranks.is_first
+    assert ranks.exchange({other: b""}, [other]) == [b""], "as of a failure"
     if not ranks.is_first:
-        dist.all_to_all_single(torch.empty(2, dtype=torch.long), torch.tensor([100, 0]), group=ranks._group)
+        dist.send(torch.tensor([100]), 0, group=ranks._group)
         os._exit(0)
     with pytest.raises(RuntimeError) as lost:
-        ranks.exchange({})
+        ranks.exchange({}, [1])
     assert is_lost_rank(lost.value)
 
 

@@ -25,15 +25,18 @@ def losses(trainer: Any) -> list[dict[str, Any]]:
     return [each for each in logged(trainer) if "loss" in each]
 
 
-def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> None:
-    probed = make_trainer(tmp_path / "a", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_probe_leaves_no_trace_and_what_it_finds_has_run_or_fits_by_far(padding: bool, tmp_path: Path) -> None:
+    auto = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"padding": padding})
+    probed = make_trainer(tmp_path / "a", auto, gradient_accumulation_steps=2)
     watched = OutOfMemory(probed.model, 10**9)
     probed.train()
     found = probed.adaptive.probe
     assert found.search == "predict", "the step was traced"
-    assert probed.adaptive.max_tokens == 24 * found.batch_size
-    assert torch.Size([1, found.batch_size * 24]) in watched.forwards, "end to end"
-    given = make_trainer(tmp_path / "b", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
+    assert (found.batch_size, found.enough) == ((16, None) if padding else (1, 16)), "all samples of a step"
+    assert probed.adaptive.max_tokens == 24 * 16
+    assert torch.Size([16, 24] if padding else [1, 24]) in watched.forwards
+    given = make_trainer(tmp_path / "b", auto, gradient_accumulation_steps=2)
     trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()
     assert logged(probed) == logged(given)
@@ -47,7 +50,8 @@ def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     note = ForwardTimes.note
     monkeypatch.setattr(ForwardTimes, "note", lambda self, samples, _: note(self, samples, seconds.get(samples, 1.0)))
     settings: dict[str, Any] = dict(per_device_train_batch_size=40, num_train_epochs=1)
-    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto"), **settings)
+    padded = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"padding": True})
+    ours = make_trainer(tmp_path / "ours", padded, **settings)
     ours.train()
     probe = ours.adaptive.probe
     assert [step.batch_size for step in probe.measurements] == [1, 2] and probe.enough == 36

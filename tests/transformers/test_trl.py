@@ -177,5 +177,5 @@ def test_the_script_of_the_page_trains(tokenizer: Any, tmp_path: Path) -> None:
         SFTTrainer=trl.SFTTrainer, model=trainers.make_llama(), args=args, data=of_sft(), tokenizer=tokenizer
     )
     exec(script, names)
-    assert names["trainer"].adaptive.probe.batch_size == 8
+    assert names["trainer"].adaptive.probe.enough == 8
     assert names["trainer"].state.global_step == 3
