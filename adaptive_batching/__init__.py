@@ -1,7 +1,16 @@
 """Find the largest batch that fits, grow it while training, and go on when a step runs out of memory.
 
-What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batching.growth`. It needs torch alone;
-:mod:`adaptive_batching.torchtune` is what the recipes use.
+The public interface, which needs torch alone:
+
+- stepping and probing: ``AdaptiveStep``, ``find_maximum_batch_size``, ``ProbeResult``, ``memory_meter``,
+  ``is_out_of_memory``;
+- growth: ``plan_batch_sizes``, ``growth``, ``GrowthState``, ``IncreaseFunction``, ``BatchController``,
+  ``BatchSizeSchedule``, ``RunShape``, ``FixedAccumulation``, ``KeepGlobal``;
+- settings: ``AdaptiveBatchingConfig``;
+- errors: ``ConfigError``, ``DoesNotFitError``, ``IncreaseFunctionError``, each an ``AdaptiveBatchingError``.
+
+Public modules are :mod:`~adaptive_batching.growth`, :mod:`~adaptive_batching.attention`,
+:mod:`~adaptive_batching.transformers` (Trainer and TRL) and :mod:`~adaptive_batching.torchtune` (recipes).
 """
 
 import importlib as _importlib

@@ -53,8 +53,8 @@ class AdaptiveBatchingConfig:
     """Decides when the batch grows, and by how much; see :mod:`adaptive_batching.growth`."""
 
     micro_batch_size: MicroBatchSize = field(default_factory=Whole)
-    """Samples per forward and backward; ``auto``: as many tokens as is fastest within what fits; ``explore``: whatever
-    times best before training. None: the whole batch. The gradient stays the same."""
+    """Samples per forward pass; ``auto``: the fastest token budget that fits; ``explore``: the fastest of several.
+    None: the whole batch. The gradient stays the same."""
 
     padding: bool = False
     """True to have ``micro_batch_size=auto`` pad samples of similar length, rather than lay them end to end."""
@@ -85,10 +85,10 @@ class AdaptiveBatchingConfig:
     longest sample."""
 
     keep_global_batch: bool = False
-    """Divide ``gradient_accumulation_steps`` by what ``batch_size`` gains."""
+    """Divide ``gradient_accumulation_steps`` by the same factor as ``batch_size`` grows."""
 
     grow_beyond_memory: bool = False
-    """Let the batch outgrow memory; it then runs in several forwards."""
+    """Let the batch outgrow memory; it then runs in several forward passes."""
 
     increase_every: str | float = "epoch"
     """How often to ask ``batch_increase_function``."""
@@ -103,15 +103,13 @@ class AdaptiveBatchingConfig:
     """Largest factor that ``lr_scaling`` applies."""
 
     noise_scale_every: int | None = None
-    """Optimizer steps between measurements of the gradient noise scale. None for 5 if one of our increase functions
-    reads it, else never."""
+    """Optimizer steps between measurements of the gradient noise scale. None for 5 if a function of ours reads it."""
 
     recover_from_oom: bool = True
     """Rerun a step that ran out of memory in smaller micro-batches."""
 
     audit_every: int | None = None
-    """Optimizer steps from one comparison of the gradient of two parts with that of their union to the next. None for
-    the 1st step that is split, the 10th, the 100th and so on."""
+    """Optimizer steps between checks that parts add up to their union. None for the 1st, 10th, 100th split step."""
 
     report_dir: str | None = None
     """Where the record, the page and the probe's result go."""

@@ -1,4 +1,52 @@
-"""Adaptive batching for torchtune's recipes: what a recipe file is made of, and what a recipe of your own overrides."""
+"""Adaptive batching for torchtune's recipes: what a recipe file is made of, and what a recipe of your own overrides.
+
+Another loss is an :class:`Objective`, which defines a sample's tokens and size, a part's share of the gradient, and the
+loss. This recipe penalizes large weights of the output layer::
+
+    from adaptive_batching.torchtune import NextToken, entry_point, recipe
+
+
+    class WithPenalty(NextToken):
+        def loss(self, model, batch, weight):
+            loss, sums = super().loss(model, batch, weight)
+            share = sums.tokens if weight is None else weight  # the parts of a batch share its weight
+            return loss + share * 1e-4 * model.output.weight.pow(2).mean(), sums
+
+
+    def with_penalty(parts):
+        return WithPenalty(parts.collate, parts.loss, parts.activations, parts.num_chunks)
+
+
+    Recipe = recipe("full_finetune_single_device", with_penalty)
+    recipe_main = entry_point(Recipe)
+
+    if __name__ == "__main__":
+        recipe_main()
+
+A :class:`Watcher` is told what happens, and changes nothing. This one says so when a step had to run again::
+
+    from adaptive_batching.torchtune import Watcher, entry_point, recipe
+
+
+    class Alarm(Watcher):
+        def step(self, epoch, step, samples, loss, lr, recoveries=0):
+            if recoveries:
+                print(f"step {step}: {recoveries} recoveries so far")
+
+
+    class Watched(recipe("lora_finetune_single_device")):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.watchers.append(Alarm())
+
+
+    recipe_main = entry_point(Watched)
+
+    if __name__ == "__main__":
+        recipe_main()
+
+``adaptive-batching run`` takes the path of either file.
+"""
 
 from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.cli.launch import entry_point, run_recipe

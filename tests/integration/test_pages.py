@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+import adaptive_batching.torchtune
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.stock.loading import load_stock
@@ -74,7 +76,6 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     f"adaptive-batching probe {FULL}": ALIKE,
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
-    "python -m adaptive_batching": ALIKE,
     f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": (
         "tests/torchtune/test_plan_command.py has its like"
     ),
@@ -312,7 +313,7 @@ SIZES: dict[str, list[list[int] | None]] = {
     "docs/grow-the-batch.md": [[4, 12], [4, 4, 8]],
     "docs/settings.md": [[4, 4]],
     "docs/survive.md": [None, None],
-    "docs/validate.md": [None],
+    "docs/torchtune.md": [None],
 }
 """Batch size of each epoch, of each block of a page in turn, where the config has 4. None where nothing changes."""
 
@@ -349,18 +350,14 @@ def test_settings_do_in_a_run_what_the_page_says(
 
 # Recipes
 
-ENDINGS = {
-    "WithPenalty": 'if __name__ == "__main__": recipe_main()',  # as the page says
-    "Alarm": 'from adaptive_batching.torchtune import entry_point\nif __name__ == "__main__": entry_point(Watched)()',
-}
 
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_a_recipe_of_a_page_runs(
+@pytest.mark.parametrize("name", ["WithPenalty", "Alarm"])
+def test_a_recipe_that_help_shows_runs(
     name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [text] = [block.text for block in blocks("python") if f"class {name}(" in block.text]
-    (tmp_path / "my_recipe.py").write_text(f"{text}\n\n{ENDINGS[name]}\n")
+    shown = re.findall(r"(?m)^(?: {4}.*\n|\n)+", adaptive_batching.torchtune.__doc__ or "")
+    [text] = [textwrap.dedent(text) for text in shown if f"class {name}(" in text]
+    (tmp_path / "my_recipe.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     disarm()
     plan.update(call=3, times=1)

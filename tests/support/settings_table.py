@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 _START, _END = "<!-- from AdaptiveBatchingConfig -->\n", "<!-- end -->"
 
 _NUMBER = "1 or more"
-_MEMORY = '`"40GiB"`, `"90%"`, bytes'
+_MEMORY = '`"40GiB"`, `"90%"`, GiB'
 _VALUES = {
     "batch_increase_function": '`"pkg.module.function"`, `{_component_: pkg.module.factory, ...arguments}`',
     "micro_batch_size": f"{_NUMBER}, `auto`, `explore`",

@@ -80,11 +80,9 @@ def test_the_first_line_and_the_exit_code_say_whether_it_fits(
 def test_one_object_in_json(plan: Any) -> None:
     code, out, _ = plan("--config", CONFIG, "--memory", "1GiB", "--samples", "100", "--json", *SMALL)
     found = json.loads(out)
-    documented = re.findall(
-        r"(?m)^\| (`.*?`) \|", (ROOT / "docs" / "memory.md").read_text().split("## The JSON object")[1]
-    )
-    keys = {key.split(".")[0] for line in documented for key in re.findall("`([a-z_.]+)`", line)}
-    assert keys - {"lengths"} <= set(found)
+    documented = (ROOT / "docs" / "will-it-fit.md").read_text().split("- A plan:")[1]
+    keys = set(re.findall("`([a-z_]+)`", documented)) - {"least", "most"}
+    assert set(found) - {"lengths"} == keys - {"lengths"}
     assert found["version"] == 1
     assert found["fits"] is (code == 0)
     assert found["token_budget"] == found["largest_micro_batch"] * found["sequence_length"]

@@ -1,0 +1,36 @@
+"""Render the table of configs and cards from comments of configs. To write it to docs/will-it-fit.md, run this module::
+
+python -m tests.support.fits_table
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.planned_batches import ADAPTIVE, FOLDER, request_of, shown
+
+PAGE = Path(__file__).parents[2] / "docs" / "will-it-fit.md"
+_START, _END = "<!-- from recipes/configs -->\n", "<!-- end -->"
+
+
+def table() -> str:
+    """Return the table in Markdown, one row for each config of one device."""
+    rows, heads = [], ""
+    for path in ADAPTIVE:
+        request, line = request_of(path), shown(path)
+        if request.devices == 1:
+            name = path.relative_to(FOLDER).with_suffix("").as_posix().removesuffix("_adaptive")
+            largest = re.findall(r": (\w+)", line)
+            heads = " | ".join(re.findall(r"(?:^#   |, )(.*?) \(", line))
+            rows.append(f"| `{name}` | {request.cfg.tokenizer.max_seq_len} | {' | '.join(largest)} |")
+    return "\n".join([f"| config, `..._adaptive` | tokens | {heads} |", "|---" * 5 + "|", *rows]) + "\n"
+
+
+def page() -> str:
+    before, rest = PAGE.read_text().split(_START)
+    return f"{before}{_START}{table()}{_END}{rest.split(_END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
