@@ -23,6 +23,7 @@ from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
 from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cp, add_ls, command_of_recipe, register
+from adaptive_batching._values import Mistake, told
 
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
@@ -44,10 +45,10 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
             module = importlib.import_module(f"adaptive_batching._torchtune.{OF_TORCHTUNE[name][0]}")
             register()
         except ModuleNotFoundError as error:
-            raise SystemExit(f"error: {name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
+            raise Mistake(f"error: {name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
         except ImportError as error:  # a name that another version has not
             remedy = "pip install 'adaptive-batching[torchtune]'"
-            raise SystemExit(f"error: {name} needs other versions of its dependencies ({error}); {remedy}") from None
+            raise Mistake(f"error: {name} needs other versions of its dependencies ({error}); {remedy}") from None
         getattr(module, f"add_{name}")(subparsers, prog)
 
     return add
@@ -92,6 +93,11 @@ COMMANDS: dict[str, Callable[[Any, str], None]] = {
 
 def main() -> None:
     """Run the command that the command line names."""
+    with told():
+        _run()
+
+
+def _run() -> None:
     parser = argparse.ArgumentParser(
         prog=PROG,
         description="torchtune fine-tuning with the largest batch that fits: recipes, configs, and their runs.",

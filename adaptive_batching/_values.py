@@ -6,7 +6,8 @@ import contextlib
 import difflib
 import importlib
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,30 @@ _SPECIAL_TOKEN = re.compile(r"<.*>|\[[A-Z]+\]|")  # such as <|im_end|> or [PAD],
 
 class AdaptiveBatchingError(Exception):
     """What this package raises for its user: the message says what is wrong, and what to do."""
+
+
+class Mistake(SystemExit):
+    """Ends a command by a line, which is the message, with the status that argparse has for mistakes.
+
+    It has to be printed, which :func:`told` does, as Python prints the message of a plain ``SystemExit`` alone.
+    """
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.code = 2
+        self.is_told = False
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Print a :class:`Mistake`, which goes on to end the process."""
+    try:
+        yield
+    except Mistake as mistake:
+        if not mistake.is_told:
+            mistake.is_told = True
+            print(mistake, file=sys.stderr)
+        raise
 
 
 class ConfigError(AdaptiveBatchingError, ValueError):

@@ -186,8 +186,8 @@ main()
         ("--help", 0, "validate"),
         ("report --help", 0, "Make the page"),
         ("env", 0, "recovery:"),
-        ("ls", 1, "torchtune, which has the recipes and configs, is not installed; pip install"),
-        ("run x", 1, "error: run needs torchtune's recipes, but torchtune is not installed; pip install"),
+        ("ls", 2, "torchtune, which has the recipes and configs, is not installed; pip install"),
+        ("run x", 2, "error: run needs torchtune's recipes, but torchtune is not installed; pip install"),
     ],
 )
 def test_what_works_without_torchtune_and_what_says_that_it_is_missing(arguments: str, status: int, said: str) -> None:

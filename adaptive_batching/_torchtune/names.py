@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching._values import ConfigError, first_line
+from adaptive_batching._values import ConfigError, Mistake, first_line
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
@@ -41,11 +41,11 @@ def recipes() -> tuple[Any, ...]:
     """Return our recipes as torchtune's registry writes them: objects with name, file_path, configs and the like.
 
     Raises:
-        SystemExit: If torchtune is not installed.
+        Mistake: If torchtune is not installed.
     """
     spec = find_spec("torchtune")
     if spec is None or spec.origin is None:
-        raise SystemExit(f"error: torchtune, which has the recipes and configs, {NOT_INSTALLED}")
+        raise Mistake(f"error: torchtune, which has the recipes and configs, {NOT_INSTALLED}")
     stock = Path(spec.origin).parent
     registry = runpy.run_path(str(stock / "_recipe_registry.py"))
     folder, listed = recipes_folder(), []

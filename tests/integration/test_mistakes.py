@@ -414,7 +414,7 @@ def test_on_several_devices_a_mistake_is_one_line_without_a_traceback(tmp_path: 
     program = [sys.executable, "-m", "adaptive_batching", *command.split(), "adaptive_batching.search=fastest"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line == "error: adaptive_batching.search='fastest' is unknown; known: binary_search, power_of_two, predict"
 

@@ -248,7 +248,7 @@ def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_miss
         "optimizer = torch.optim.SGD(model.parameters())\nexec(open('loop.py').read())\nstep(data)\n"
     )
     assert finish(in_shell("python train.py", tmp_path, venv)).count("tensor(") == 32
-    missing = finish(in_shell("adaptive-batching ls", tmp_path, venv), status=1)
+    missing = finish(in_shell("adaptive-batching ls", tmp_path, venv), status=2)
     assert "is not installed; pip install 'adaptive-batching[torchtune]'" in missing
     assert "Traceback" not in missing
 
@@ -278,7 +278,7 @@ def test_an_evaluation_runs(
     words = [word for word in shlex.split(command)[1:] if not word.startswith("tasks=")]
     assert in_this_process(*words, *overrides) == 0
     assert "|small_letters|" in caplog.text
-    assert in_this_process(*words, *overrides, "micro_batch_size=auto") == 1
+    assert in_this_process(*words, *overrides, "micro_batch_size=auto") == 2
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

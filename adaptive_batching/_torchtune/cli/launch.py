@@ -23,6 +23,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
 from adaptive_batching._config import as_overrides
+from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
@@ -45,7 +46,7 @@ from adaptive_batching._torchtune.train.stock_keys import (
     set_up_in_one_line,
 )
 from adaptive_batching._torchtune.train.validating import check_validation
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, Mistake, first_line, told
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
             line = _mistake(error)
             _wait_for_the_rank_that_tells(error)
             _tell_torchrun(f"error: {line}")
-            raise SystemExit(f"error: {line}") from None
+            with told():
+                raise Mistake(f"error: {line}") from None
 
     return main
 
@@ -143,7 +145,7 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
 
 def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
     _log_for_people(flags)
-    with compiling.limits_restored():
+    with compiling.limits_restored(), told():
         if issubclass(recipe_class, AdaptiveEvaluation):
             _evaluate(recipe_class, cfg, flags)
         else:
@@ -232,7 +234,10 @@ def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
 
 @contextlib.contextmanager
 def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
-    """End mistakes in one line; ``where`` and ``remedy`` are for memory that runs out inside."""
+    """End mistakes in one line; ``where`` and ``remedy`` are for memory that runs out inside.
+
+    Mistakes of the user end with status 2, and what else can end a run with 1.
+    """
     try:
         yield
     except Exception as error:
@@ -258,7 +263,8 @@ def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
         else:
             log.debug("in full:", exc_info=error)
         _tell_torchrun(f"error: {line}")
-        raise SystemExit(f"error: {line}") from None
+        is_mistake = isinstance(error, (ConfigError, IncreaseFunctionError, OmegaConfBaseException))
+        raise (Mistake if is_mistake else SystemExit)(f"error: {line}") from None
 
 
 def _tell_torchrun(line: str) -> None:

@@ -17,6 +17,8 @@ import torchtune
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
+from adaptive_batching._values import Mistake, told
+
 _OLDEST_HARNESS = (0, 4, 8)
 """Version of lm_eval from which on the harness runs the windows of all texts together."""
 
@@ -70,25 +72,26 @@ replaced_in_torchtune = partial(replaced_in, training)
 """Replaces functions of ``torchtune.training`` as the stock recipes see them."""
 
 
+@told()  # as a recipe is loaded before anything else would
 def load_stock_evaluation() -> ModuleType:
     """Load stock's recipe for evaluation, which needs EleutherAI's harness.
 
     Raises:
-        SystemExit: If the harness is missing, or too old, or does not go with what is installed.
+        Mistake: If the harness is missing, or too old, or does not go with what is installed.
     """
     remedy = "pip install 'adaptive-batching[eval]'"
     try:
         installed = importlib.metadata.version("lm-eval")
         if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST_HARNESS:
             oldest = ".".join(map(str, _OLDEST_HARNESS))
-            raise SystemExit(
+            raise Mistake(
                 f"error: eleuther_eval needs lm_eval {oldest} or later, but {installed} is installed; {remedy}"
             )
         return load_stock("eleuther_eval")
     except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(f"error: eleuther_eval needs lm_eval, which is not installed; {remedy}") from None
+        raise Mistake(f"error: eleuther_eval needs lm_eval, which is not installed; {remedy}") from None
     except (ImportError, AttributeError) as error:  # a package that it needs, or a name that this one has lost
-        raise SystemExit(f"error: lm_eval {installed} cannot be imported ({error}); {remedy}") from error
+        raise Mistake(f"error: lm_eval {installed} cannot be imported ({error}); {remedy}") from error
 
 
 def any_version_of_the_harness() -> contextlib.AbstractContextManager[None]:
