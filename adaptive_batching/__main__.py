@@ -28,8 +28,8 @@ from adaptive_batching._values import Mistake, told
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
 OF_TORCHTUNE = {
+    "plan": ("plan.plan_command", "Say whether a torchtune config fits on a GPU, and what would help, without a GPU."),
     "quickstart": ("cli.commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
-    "plan": ("plan.plan_command", "Say whether a config fits on a GPU, and what would help, without a GPU."),
     "probe": ("cli.commands", "Find the largest batch of a config on this machine, and stop before training."),
     "run": ("cli.commands", "Run a recipe; accepts everything that 'tune run' does, including torchrun's options."),
     "validate": ("cli.commands", "Check a config and its overrides, without loading a model."),
@@ -84,9 +84,9 @@ def add_report(subparsers: Any, prog: str) -> None:
 
 
 COMMANDS: dict[str, Callable[[Any, str], None]] = {
+    "dry-run": partial(add_dry_run, command_of_recipe=command_of_recipe),
     **{name: _of_torchtune(name) for name in OF_TORCHTUNE},
     "ls": add_ls, "cp": add_cp, "report": add_report, "env": add_env,
-    "dry-run": partial(add_dry_run, command_of_recipe=command_of_recipe),
 }  # fmt: skip
 """Name -> function of (subparsers, program name) that adds the command, with its ``func``."""
 
@@ -100,7 +100,9 @@ def main() -> None:
 def _run() -> None:
     parser = argparse.ArgumentParser(
         prog=PROG,
-        description="torchtune fine-tuning with the largest batch that fits: recipes, configs, and their runs.",
+        description="Fine-tuning in the memory that you have. See whether a script (Trainer, TRL, torchrun, any other) "
+        "or a torchtune config fits a GPU, run torchtune's recipes without padding, read what a run did. In Python: "
+        "adaptive_batching.transformers for Trainer and TRL, AdaptiveStep for your own loop.",
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {adaptive_batching.__version__}")
     parser.set_defaults(func=lambda args: parser.print_help())

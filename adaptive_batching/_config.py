@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class AdaptiveBatchingConfig:
     use_maximum_batch_size: bool = False
     """Find the largest batch that fits before training, and train with it."""
 
-    batch_increase_function: str | Mapping[str, Any] | None = None
+    batch_increase_function: str | Mapping[str, Any] | Callable[..., int | None] | None = None
     """Decides when the batch grows, and by how much; see :mod:`adaptive_batching.growth`."""
 
     micro_batch_size: MicroBatchSize = field(default_factory=Whole)
@@ -200,7 +200,7 @@ class AdaptiveBatchingConfig:
                 shown = "null" if value is None else value
                 raise ConfigError(f"adaptive_batching.{key} belongs at the top level: write {key}={shown}")
             if key not in SECTION:
-                raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
+                raise ConfigError(f"adaptive_batching.{key} is unknown{nearest(str(key), SECTION)}")
         settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
         size, maximum = settings.micro_batch_size, settings.max_batch_size
         if isinstance(size, Fixed) and not settings.resizes and batch_size % size.samples:
@@ -233,7 +233,7 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 
 def _check_choice(key: str, value: Any, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"adaptive_batching.{key}={value!r} is unknown{_closest(str(value), known)}")
+        raise ConfigError(f"adaptive_batching.{key}={value!r} is unknown{nearest(str(value), known)}")
 
 
 def _check_increase_field(value: Any) -> None:
@@ -244,7 +244,7 @@ def _check_increase_field(value: Any) -> None:
     if isinstance(value, Mapping):
         if not isinstance(value.get("_component_"), str):
             raise ConfigError(f"batch_increase_function={dict(value)!r} has no _component_; {remedy}")
-    elif value is not None and not isinstance(value, str):
+    elif value is not None and not isinstance(value, str) and not callable(value):
         raise ConfigError(f"batch_increase_function={value!r} is of type {type(value).__name__}; {remedy}")
 
 
@@ -258,7 +258,7 @@ def _check_increase_every(value: Any) -> None:
         raise ConfigError(f"adaptive_batching.increase_every={value!r} does not divide an epoch; {remedy}")
 
 
-def _closest(key: str, known: Collection[str]) -> str:
+def nearest(key: str, known: Collection[str]) -> str:
     match = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {match[0]!r}? Known" if match else "known"
     return f"; {hint}: {', '.join(sorted(known))}"

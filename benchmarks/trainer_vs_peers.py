@@ -205,10 +205,10 @@ def arguments(method: str, by_hand: int, budget: int, lengths: list[int]) -> dic
 
 
 def ours(method: str) -> AdaptiveArguments:
-    exact = {"headroom": 0, "round_to_power_of_two": False}
+    exact: dict[str, Any] = {"headroom": 0, "round_to_power_of_two": False}
     if method == LARGEST:
-        return AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={**exact, "keep_global_batch": True})
-    return AdaptiveArguments(micro_batch_size="auto", adaptive_batching={**exact, "padding": method == OURS_PADDED})
+        return AdaptiveArguments(use_maximum_batch_size=True, **exact, keep_global_batch=True)
+    return AdaptiveArguments(micro_batch_size="auto", **exact, padding=method == OURS_PADDED)
 
 
 def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folder: str, *, shrinks: bool) -> Any:

@@ -101,11 +101,21 @@ def reads_val_loss(function: IncreaseFunction) -> bool:
     return getattr(function, "reads_val_loss", False)
 
 
-def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
+def path_of(function: Callable[..., Any]) -> str:
+    """Return the dotted path of a function, of the factory that made it, or of the class of what else can be called."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = _GROWTH if named.__module__ == _FACTORIES else named.__module__
+    return f"{module}.{named.__qualname__.partition('.<locals>')[0]}"
+
+
+def resolve(value: str | Mapping[str, Any] | Callable[..., int | None]) -> tuple[str, IncreaseFunction]:
     """Import the increase function that a config names, and return its name in messages, and the function.
 
-    ``value`` is ``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``.
+    ``value`` is ``"pkg.module.function"``, ``{"_component_": "pkg.module.factory", ...arguments}``, or the function.
     """
+    if callable(value):
+        check_signature(f"batch_increase_function={path_of(value)!r}", value)
+        return path_of(value), value
     path = value if isinstance(value, str) else value["_component_"]
     key = f"batch_increase_function={path!r}"
     try:

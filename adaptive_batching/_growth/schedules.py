@@ -233,6 +233,7 @@ def _schedule(size_at: Callable[[GrowthState], float], *, early: bool = True) ->
         size = min(size_at(state), float(state.maximum))  # caps an infinite size, too
         return max(math.floor(size + _ROUNDING) - current_batch_size, 0)
 
+    increase.__qualname__ = size_at.__qualname__  # names the factory that made it
     return planned(increase) if early else increase
 
 
@@ -246,6 +247,7 @@ def _from_noise(wanted: Callable[[GrowthState, float], float], hysteresis: float
         size = wanted(state, state.noise_scale) / devices
         return min(size, 2 * state.batch_size) if size >= hysteresis * state.batch_size else state.batch_size
 
+    size_at.__qualname__ = wanted.__qualname__
     increase = _schedule(size_at, early=False)
     increase.reads_noise_scale = True  # type: ignore[attr-defined]
     return increase
@@ -273,6 +275,7 @@ def _ramp(
         last = state.maximum if end is None else end
         return state.initial_batch_size + (last - state.initial_batch_size) * progress(state)
 
+    size_at.__qualname__ = progress.__qualname__
     return _schedule(size_at)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
-from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set
+from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set, in_trainers_words
 from adaptive_batching._transformers.before_training import BeforeTraining
 from adaptive_batching._transformers.handed_out import (
     Samples,
@@ -33,12 +33,16 @@ from adaptive_batching._transformers.trainer_probe import is_ddp
 _MADE: dict[type[Trainer], type[Trainer]] = {}
 
 
-def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
+_OfTrainer = TypeVar("_OfTrainer", bound=Trainer)
+
+
+def adaptive(trainer_class: type[_OfTrainer]) -> type[_OfTrainer]:
     """Return a subclass of ``trainer_class`` with our behaviour, which takes ``adaptive=AdaptiveArguments(...)``.
 
-    Without it, or with none of its fields set, training is that of ``trainer_class``, bit for bit. Otherwise the
-    optimizer sees ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` samples, as before, and more
-    if the batch is to grow or to be the largest that fits; how many forwards they take changes no gradient.
+    ``"auto"``, or a mapping of settings, will do as well. Without it, or with none of its fields set, training is that
+    of ``trainer_class``, bit for bit. Otherwise the optimizer sees ``per_device_train_batch_size`` times
+    ``gradient_accumulation_steps`` samples, as before, and more if the batch is to grow or to be the largest that fits;
+    how many forward passes they take changes no gradient.
 
     Args:
         trainer_class: ``Trainer``, or a class that inherits from it, such as ``SFTTrainer``.
@@ -49,10 +53,10 @@ def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"adaptive takes a class that inherits from transformers.Trainer, and got {trainer_class!r}")
     if issubclass(trainer_class, AdaptiveTraining):
-        return cast("type[Trainer]", trainer_class)
+        return trainer_class
     if trainer_class not in _MADE:
         _MADE[trainer_class] = _make(trainer_class)
-    return _MADE[trainer_class]
+    return cast("type[_OfTrainer]", _MADE[trainer_class])
 
 
 def _make(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -76,16 +80,20 @@ class AdaptiveTraining:
     model: Any
     state: Any
 
-    def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
-        if adaptive is not None and adaptive.settings(batch_size=1).enabled:
+    def __init__(
+        self, *args: Any, adaptive: AdaptiveArguments | Mapping[str, Any] | str | None = None, **kwargs: Any
+    ) -> None:
+        arguments = None if adaptive is None else AdaptiveArguments.of(adaptive)
+        if arguments is not None and arguments.settings(batch_size=1).enabled:
             given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
             check_class(cast("type[Trainer]", type(self)), next(given, None))
         super().__init__(*args, **kwargs)
-        if adaptive is None:
+        if arguments is None:
             return
-        settings = adaptive.settings(self.args.per_device_train_batch_size)
+        settings = arguments.settings(self.args.per_device_train_batch_size)
         if settings.enabled:
-            self.adaptive = AdaptiveRun(self, settings, fields_set(adaptive))
+            with in_trainers_words():
+                self.adaptive = AdaptiveRun(self, settings, fields_set(arguments))
             self._following = FollowingCallback(self.adaptive)
             self._recording = Recording(self.adaptive, self)
             for callback in (self._following, self._recording):
@@ -101,7 +109,7 @@ class AdaptiveTraining:
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
             self.adaptive.resume_from(Path(last))
-        with self._recording.of_training(resumed=bool(last)):
+        with self._recording.of_training(resumed=bool(last)), in_trainers_words():
             return stock(resume_from_checkpoint, *args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:

@@ -23,7 +23,7 @@ RANK = int(os.environ.get("RANK", 0))
 WARM, FAULTS = 4, 6
 STEPS = WARM + 2 * FAULTS
 # What fails in an audit counts for nothing: one in the first step is enough.
-IN_PARTS = AdaptiveArguments(micro_batch_size=4, adaptive_batching={"audit_every": 1000})
+IN_PARTS = AdaptiveArguments(micro_batch_size=4, audit_every=1000)
 PATIENCE = 60  # seconds of a step; then the process ends, and says where it was
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -47,7 +47,7 @@ def sizing_of(words: str) -> Sizing | None:
     section = {key: values.pop(key) for _, (key, _) in SETTINGS.items() if key in values and key in SECTION}
     try:
         if host == "trainer":
-            settings = AdaptiveArguments(adaptive_batching=section, **values).settings(BATCH)
+            settings = AdaptiveArguments.of({**values, **section}).settings(BATCH)
         else:
             settings = AdaptiveBatchingConfig.from_mapping(section, batch_size=BATCH, **values)
     except ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
-from adaptive_batching import ConfigError  # noqa: E402
+from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth  # noqa: E402
+from adaptive_batching._transformers import arguments  # noqa: E402
 from adaptive_batching._values import ByLength, Fixed  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
@@ -19,7 +21,8 @@ from tests.conftest import ROOT  # noqa: E402
 WRITTEN = [
     "--use_maximum_batch_size",
     "--batch_increase_function", '{"_component_": "adaptive_batching.growth.step", "gamma": 4}',
-    "--adaptive_batching", '{"memory_limit": "2GiB", "lr_scaling": "sqrt"}',
+    "--memory_limit", "2GiB", "--headroom", "3%", "--lr_scaling", "sqrt", "--no_round_to_power_of_two",
+    "--max_batch_size", "64",
 ]  # fmt: skip
 
 
@@ -28,8 +31,8 @@ def test_a_command_line_is_read_as_python_would_write_it() -> None:
     written = AdaptiveArguments(
         use_maximum_batch_size=True,
         batch_increase_function={"_component_": "adaptive_batching.growth.step", "gamma": 4},
-        adaptive_batching={"memory_limit": "2GiB", "lr_scaling": "sqrt"},
-    )
+        memory_limit="2GiB", headroom="3%", lr_scaling="sqrt", round_to_power_of_two=False, max_batch_size=64,
+    )  # fmt: skip
     assert read.settings(8) == written.settings(8)
     for text, size in {"auto": ByLength(), "4": Fixed(4)}.items():
         (read,) = transformers.HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses(
@@ -38,6 +41,29 @@ def test_a_command_line_is_read_as_python_would_write_it() -> None:
         assert read.settings(8).micro_batch_size == size
     (read,) = transformers.HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses([])
     assert read == AdaptiveArguments() and not read.settings(8).enabled
+
+
+def test_what_stands_for_arguments_is_read_as_they_are() -> None:
+    written = AdaptiveArguments(micro_batch_size="auto", memory_limit="2GiB")
+    assert AdaptiveArguments.of(written) is written
+    assert AdaptiveArguments.of({"micro_batch_size": "auto", "memory_limit": "2GiB"}) == written
+    assert AdaptiveArguments.of("auto") == AdaptiveArguments(micro_batch_size="auto")
+
+
+def test_every_setting_that_a_trainer_can_have_is_an_argument() -> None:
+    theirs = {field.name: field.default for field in dataclasses.fields(AdaptiveArguments)}
+    ours = AdaptiveBatchingConfig()
+    assert set(theirs) == set(vars(ours)) - set(arguments._ONLY_IN_RECIPES)
+    assert AdaptiveArguments().settings(8) == ours, "by the same defaults"
+
+
+def test_a_function_is_itself_an_increase_function(tmp_path: Path) -> None:
+    from tests.transformers.trainers import make_trainer
+
+    trainer = make_trainer(tmp_path, AdaptiveArguments(batch_increase_function=growth.step(gamma=2), max_batch_size=16))
+    trainer.train()
+    assert trainer.adaptive.schedule.sizes == [8, 16]
+    assert trainer.adaptive.given["batch_increase_function"] == "adaptive_batching.growth.step"
 
 
 def test_without_transformers_one_line_says_what_to_install() -> None:
@@ -54,45 +80,50 @@ def test_without_transformers_one_line_says_what_to_install() -> None:
 def test_trls_parser_reads_a_yaml(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     (tmp_path / "config.yaml").write_text(
-        "micro_batch_size: auto\nadaptive_batching: {headroom: 5%}\nper_device_train_batch_size: 2\n"
-        f"output_dir: {tmp_path}\n"
+        f"micro_batch_size: auto\nheadroom: 5%\nper_device_train_batch_size: 2\noutput_dir: {tmp_path}\n"
     )
     config, ours = trl.TrlParser((trl.SFTConfig, AdaptiveArguments)).parse_args_and_config(
         ["--config", str(tmp_path / "config.yaml"), "--bf16", "False", "--use_cpu"]
     )
     assert config.per_device_train_batch_size == 2
-    assert ours.settings(2) == AdaptiveArguments(None or False, None, "auto", {"headroom": "5%"}).settings(2)
+    assert ours.settings(2) == AdaptiveArguments(micro_batch_size="auto", headroom="5%").settings(2)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"adaptive_batching": {"haedroom": 1}}, "adaptive_batching.haedroom is unknown; did you mean 'headroom'"),
-        ({"adaptive_batching": '{"headroom"'}, "is not JSON"),
-        ({"adaptive_batching": {"balance_ranks": "no"}}, "adaptive_batching.balance_ranks='no' must be True or"),
-        ({"adaptive_batching": {"balance_rank": False}}, "balance_rank is unknown; did you mean 'balance_ranks'"),
+        ({"haedroom": 1}, "adaptive has no setting 'haedroom'; did you mean 'headroom'"),
+        ("all", "adaptive='all' must be 'auto', AdaptiveArguments"),
+        ({"batch_increase_function": '{"gamma"'}, "is not JSON"),
+        ({"micro_batch_size": "auto", "balance_ranks": "no"}, "^balance_ranks='no' must be True or"),
+        ({"balance_rank": False}, "no setting 'balance_rank'; did you mean 'balance_ranks'"),
+        ({"memory_limit": "40GiB"}, "memory_limit=40GiB has no effect by itself; set micro_batch_size='auto'"),
+        ({"recover_from_oom": False}, "recover_from_oom=False has no effect by itself"),
+        ({"micro_batch_size": 4, "lr_scaling": "sqrt"}, "lr_scaling=sqrt has no effect while the batch stays"),
+        ({"micro_batch_size": "auto", "headroom": "90%"}, "^headroom='90%' keeps 90 % .* write memory_limit=10%"),
         ({"micro_batch_size": "explore"}, "micro_batch_size='explore' is for the torchtune recipes"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be a whole number of at least 1"),
         ({"micro_batch_size": 4, "use_maximum_batch_size": True}, "with micro_batch_size=4 any batch runs; set one"),
-        ({"adaptive_batching": {"max_batch_size": 4}}, "max_batch_size=4 is below per_device_train_batch_size=8"),
         (
-            {"adaptive_batching": {"noise_scale_every": 5}},
-            "noise_scale_every=5 is for the torchtune recipes",
+            {"use_maximum_batch_size": True, "max_batch_size": 4},
+            "max_batch_size=4 is below per_device_train_batch_size",
         ),
-        ({"adaptive_batching": {"increase_every": 0.5}}, "asked at the start of each epoch"),
+        ({"noise_scale_every": 5}, "noise_scale_every=5 is for the torchtune recipes"),
+        ({"save_every_n_steps": 5}, "save_every_n_steps=5 is for the torchtune recipes; in Trainer, set save_strategy"),
+        ({"increase_every": 0.5}, "asked at the start of each epoch"),
         (
             {
                 "batch_increase_function": {"_component_": "adaptive_batching.growth.step"},
-                "adaptive_batching": {"keep_global_batch": True},
+                "keep_global_batch": True,
             },
             "keep_global_batch=True keeps what the optimizer sees, which batch_increase_function is to raise",
         ),
         ({"batch_increase_function": "nowhere.at_all"}, "cannot be imported"),
     ],
 )
-def test_a_mistake_is_named_with_its_remedy(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_mistake_is_named_with_its_remedy(given: Any, said: str, tmp_path: Path) -> None:
     from tests.transformers.trainers import make_trainer
 
     with pytest.raises(ValueError, match=said) as caught:
-        make_trainer(tmp_path, AdaptiveArguments(**given))
+        make_trainer(tmp_path, given)
     assert isinstance(caught.value, ConfigError) or "batch_increase_function" in given

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], int]] = {
     ),
     "maximum": (
         AdaptiveArguments(use_maximum_batch_size=True, batch_increase_function=DOUBLE,
-                          adaptive_batching={"max_batch_size": 16}),
+                          max_batch_size=16),
         {"per_device_train_batch_size": 4, "optim": "sgd"}, 1,
     ),
     "nothing to probe": (AdaptiveArguments(micro_batch_size=3), {}, 0),

@@ -26,7 +26,7 @@ WHY = "adaptive_batching._transformers.step_in_parts"
 
 
 def auto(**settings: Any) -> AdaptiveArguments:
-    return AdaptiveArguments(micro_batch_size="auto", adaptive_batching=settings or None)
+    return AdaptiveArguments(micro_batch_size="auto", **settings)
 
 
 def step_of(trainer: Any, samples: list[Any]) -> StepInParts:

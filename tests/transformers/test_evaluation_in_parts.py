@@ -151,7 +151,7 @@ def test_a_sample_that_does_not_fit_is_told_with_what_would_help(tmp_path: Path)
     short_memory(ours, 0)
     with pytest.raises(DoesNotFitError, match=r"cannot be split; set eval_accumulation_steps=1, .* or shorten it"):
         ours.evaluate(trainers.make_data(2))
-    off = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4, adaptive_batching={"recover_from_oom": False}))
+    off = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4, recover_from_oom=False))
     short_memory(off, 0)
     with pytest.raises(torch.OutOfMemoryError):
         off.evaluate(trainers.make_data(2))

@@ -105,7 +105,7 @@ def test_a_probe_takes_the_sample_with_most_of_images(tmp_path: Path) -> None:
     model.register_forward_pre_hook(
         lambda model, args, batch: seen.append((len(batch["input_ids"]), len(batch["pixel_values"]))), with_kwargs=True
     )
-    settings = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 4})
+    settings = AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=4)
     trainer = make_trainer(
         tmp_path, settings, model=model, data=data[:30], collator=collate, remove_unused_columns=False,
         per_device_train_batch_size=2,

@@ -105,7 +105,7 @@ def test_a_sample_that_does_not_fit_ends_the_run_in_words(tmp_path: Path) -> Non
     OutOfMemory(ours.model, 20)
     with pytest.raises(DoesNotFitError, match=r"with 1 sample of up to 2\d tokens, which cannot be split"):
         ours.train()
-    off = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8, adaptive_batching={"recover_from_oom": False}))
+    off = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8, recover_from_oom=False))
     OutOfMemory(off.model, 100)
     with pytest.raises(DoesNotFitError, match=r"set adaptive_batching\.recover_from_oom=True"):
         off.train()

@@ -22,9 +22,7 @@ DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2
 
 def growing(folder: Path, **settings: Any) -> Any:
     """Batches of 6, 12 and 20 of 40 samples, two of which make a step, in forwards of up to 4."""
-    arguments = AdaptiveArguments(
-        batch_increase_function=DOUBLE, micro_batch_size=4, adaptive_batching={"max_batch_size": 24}
-    )
+    arguments = AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=4, max_batch_size=24)
     defaults: dict[str, Any] = dict(
         per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0
     )
@@ -143,9 +141,9 @@ def test_an_error_that_ends_a_run_is_in_its_record(where: str, tmp_path: Path, m
 
 
 def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"padding": True}))
+    trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto", padding=True))
     told_first = "what fits, and the plan, are found by find(), or when training begins"
-    assert str(trainer.adaptive) == f"micro_batch_size=auto, adaptive_batching={{'padding': True}}; {told_first}"
+    assert str(trainer.adaptive) == f"micro_batch_size=auto, padding=True; {told_first}"
     told: list[str] = []
 
     class Tell(transformers.TrainerCallback):  # type: ignore[misc, name-defined]

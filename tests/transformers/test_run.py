@@ -27,7 +27,7 @@ def losses(trainer: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("padding", [True, False])
 def test_a_probe_leaves_no_trace_and_what_it_finds_has_run_or_fits_by_far(padding: bool, tmp_path: Path) -> None:
-    auto = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"padding": padding})
+    auto = AdaptiveArguments(micro_batch_size="auto", padding=padding)
     probed = make_trainer(tmp_path / "a", auto, gradient_accumulation_steps=2)
     watched = OutOfMemory(probed.model, 10**9)
     probed.train()
@@ -50,7 +50,7 @@ def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     note = ForwardTimes.note
     monkeypatch.setattr(ForwardTimes, "note", lambda self, samples, _: note(self, samples, seconds.get(samples, 1.0)))
     settings: dict[str, Any] = dict(per_device_train_batch_size=40, num_train_epochs=1)
-    padded = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"padding": True})
+    padded = AdaptiveArguments(micro_batch_size="auto", padding=True)
     ours = make_trainer(tmp_path / "ours", padded, **settings)
     ours.train()
     probe = ours.adaptive.probe
@@ -91,7 +91,7 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
     )
     stock = make_trainer(tmp_path / "stock", per_device_train_batch_size=16, **settings)
     stock.train()
-    arguments = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 16})
+    arguments = AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=16)
     ours = make_trainer(tmp_path / "ours", arguments, **settings)
     ours.train()
     assert ours.adaptive.schedule.sizes == [16, 16]
@@ -104,8 +104,8 @@ def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwa
     settings: dict[str, Any] = dict(gradient_accumulation_steps=3, per_device_train_batch_size=8)
     stock = make_trainer(tmp_path / "stock", **settings)
     stock.train()
-    section = {"keep_global_batch": True, "search": "binary_search", "round_to_power_of_two": False}
-    arguments = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching=section)
+    section: dict[str, Any] = {"keep_global_batch": True, "search": "binary_search", "round_to_power_of_two": False}
+    arguments = AdaptiveArguments(use_maximum_batch_size=True, **section)
     ours = make_trainer(tmp_path / "ours", arguments, **settings)
     OutOfMemory(ours.model, 24 * fits)
     watched = OutOfMemory(ours.model, 10**9)
@@ -119,7 +119,7 @@ def growing(folder: Path, *, lr_scaling: str = "none", **settings: Any) -> Any:
     """Batches of 6, 12 and 20 of 40 samples, two of which make a step, with dropout."""
     arguments = AdaptiveArguments(
         batch_increase_function=DOUBLE, micro_batch_size=4,
-        adaptive_batching={"max_batch_size": 24, "lr_scaling": lr_scaling},
+        max_batch_size=24, lr_scaling=lr_scaling,
     )  # fmt: skip
     defaults = dict(
         per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0,

@@ -255,9 +255,7 @@ def test_the_rank_with_the_least_memory_decides_on_the_size(ranks: list[Found]) 
 
 
 def test_a_sharded_model_grows_its_batch_and_goes_on_where_it_was_left(ranks: list[Found], tmp_path: Path) -> None:
-    settings = AdaptiveArguments(
-        batch_increase_function=DOUBLE, micro_batch_size=6, adaptive_batching={"max_batch_size": 64}
-    )
+    settings = AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=6, max_batch_size=64)
     whole = in_one_process(tmp_path, settings, per_device_train_batch_size=16, num_train_epochs=3)
     grown = of_run("fsdp growing llama", ranks)
     assert [each["batch_size"] for each in losses(grown)] == [8] * 4 + [16] * 2 + [32]

@@ -47,11 +47,9 @@ OURS = {
     "auto": AdaptiveArguments(micro_batch_size="auto"),
     "found": AdaptiveArguments(micro_batch_size="auto"),
     "shared": AdaptiveArguments(micro_batch_size="auto"),
-    "drawn": AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"balance_ranks": False}),
-    "maximum": AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"}),
-    "growing": AdaptiveArguments(
-        batch_increase_function=DOUBLE, micro_batch_size=6, adaptive_batching={"max_batch_size": 32}
-    ),
+    "drawn": AdaptiveArguments(micro_batch_size="auto", balance_ranks=False),
+    "maximum": AdaptiveArguments(use_maximum_batch_size=True, search="binary_search"),
+    "growing": AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=6, max_batch_size=32),
 }
 """Settings of a run by its name; other names are places where memory runs out once."""
 

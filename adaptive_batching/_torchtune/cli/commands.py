@@ -36,9 +36,19 @@ from adaptive_batching._torchtune.train.stock_keys import check_components, chec
 from adaptive_batching._values import first_line
 
 _LAUNCH = "[torchrun's options] RECIPE --config CONFIG [key=value ...]"
-_EXAMPLES = """examples:
+_FIELDS = """
+
+key=value sets any key of the config, and the fields of this package:
+  micro_batch_size=auto         run each batch without padding, in forward passes that fit; the gradient stays the same
+  use_maximum_batch_size=True   find the largest batch that fits, before training
+  batch_increase_function=...   grow the batch, by a function's dotted path
+  adaptive_batching.KEY=value   the rest, such as memory_limit=20GiB
+
+examples:
   {prog} lora_finetune_single_device --config llama3_2/1B_lora_single_device micro_batch_size=auto
-  {prog} --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora epochs=2"""
+  {prog} --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora epochs=2
+
+All options but -h, -q and -v are torchrun's."""
 
 
 class _Subparsers:
@@ -62,7 +72,7 @@ def _say(parser: argparse.ArgumentParser, prog: str) -> None:
 
 def add_run(subparsers: Any, prog: str) -> None:
     """Add ``run``."""
-    text = "Run a recipe. Takes torchrun's options before the recipe, and overrides (key=value) after the config."
+    text = "Run a recipe. torchrun's options go before the recipe, overrides (key=value) after the config."
     _add_launch(_Run, subparsers, prog, "run", text)
 
 
@@ -76,10 +86,12 @@ def add_probe(subparsers: Any, prog: str) -> None:
 
 
 def _add_launch(command: type[_Run], subparsers: Any, prog: str, name: str, text: str) -> None:
-    texts = {"usage": f"{prog} {name} {_LAUNCH}", "epilog": _EXAMPLES.format(prog=f"{prog} {name}")}
-    parser = command.create(_Subparsers(subparsers, prog, name, help=text, description=text, **texts))._parser
+    about = text + _FIELDS.format(prog=f"{prog} {name}")
+    parser = command.create(
+        _Subparsers(subparsers, prog, name, usage=f"{prog} {name} {_LAUNCH}", help=text, description=about, epilog="")
+    )._parser
     how_much = parser.add_mutually_exclusive_group()
-    how_much.add_argument(QUIET, dest="flags", action="append_const", const=QUIET, help="show warnings alone")
+    how_much.add_argument(QUIET, dest="flags", action="append_const", const=QUIET, help="show only warnings")
     how_much.add_argument(
         VERBOSE, dest="flags", action="append_const", const=VERBOSE, help="log details, and the resolved config"
     )
