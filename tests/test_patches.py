@@ -57,7 +57,8 @@ def probe():
     config = AdaptiveBatchingConfig(memory_limit="2GiB")
     make_batch = lambda size: torch.randn(size, 256)
     found = find_maximum_batch_size(
-        model, torch.optim.SGD(model.parameters()), lambda model, x: model(x).mean(), make_batch, upper=8, config=config
+        model, torch.optim.SGD(model.parameters()), lambda model, x: model(x).mean(), make_batch, upper=8,
+        settings=config,
     )
     assert found.batch_size == 8, found
 

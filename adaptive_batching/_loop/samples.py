@@ -8,7 +8,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ Sample = TypeVar("Sample")
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 """(model, batch) -> the sum of the batch's losses, and their number."""
+
+Mean = Callable[[nn.Module, Any], torch.Tensor]
+"""(model, batch) -> the mean of the batch's losses."""
 
 _PLAIN = (int, float, str, bytes, type(None))
 
@@ -114,6 +117,25 @@ def copied(value: Any) -> Any:
     return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
 
 
+def as_sum(loss: Loss | Mean, count: Callable[[Any], torch.Tensor | float] | None) -> Loss:
+    """Return ``loss`` as a sum of losses and their number, which it is already without a ``count``."""
+    if count is None:
+        return cast(Loss, loss)
+
+    def summed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+        number, mean = count(batch), cast(Mean, loss)(model, batch)
+        if not isinstance(mean, torch.Tensor) or mean.dim() > 0:
+            raise ConfigError(
+                f"loss returned {_described(mean)}; with count, it must return the mean of the batch's losses, a "
+                "scalar tensor"
+            )
+        # A mean of nothing is not a number. Of torch's losses it still has a gradient, of zero.
+        has_any = torch.as_tensor(number, device=mean.device) > 0
+        return torch.where(has_any, mean * number, 0 * mean.nan_to_num()), number
+
+    return summed
+
+
 def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the losses of ``batch`` and their number, both scalars.
 
@@ -134,7 +156,8 @@ def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor,
     if not isinstance(total, torch.Tensor) or total.dim() > 0 or not is_number:
         raise ConfigError(
             f"loss returned {_described(returned)}; it must return the sum of the batch's losses, a scalar tensor, and "
-            f"their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels)"
+            "their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels); or give count, "
+            "by which it is a mean"
         )
     number = torch.as_tensor(number).detach().reshape(())
     return total, number if number.device.type == "cpu" else number.to(total.device)

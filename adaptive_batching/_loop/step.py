@@ -17,6 +17,7 @@ from adaptive_batching._loop.loss_work import LossWork, nonzero
 from adaptive_batching._loop.samples import (
     Loss,
     Sample,
+    as_sum,
     collated,
     device_of,
     run_forward,
@@ -24,7 +25,7 @@ from adaptive_batching._loop.samples import (
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.find import LARGEST_TRIED, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import parameters_of
@@ -57,13 +58,15 @@ class AdaptiveStep(Generic[Sample]):
         model: The model, on its device. On several, as ``DistributedDataParallel`` or ``fully_shard`` returns it.
         optimizer: Its optimizer, which may have parameters from elsewhere as well, such as those of the loss.
         loss: Runs the forward pass: (model, batch) -> the sum of the batch's losses, a scalar tensor, and their number,
-            which is that of its samples or target tokens, or the sum of their weights. A mean will not do: parts have
-            different numbers. The model is an argument because the probe also traces a copy of it.
+            which is that of its samples or target tokens, or the sum of their weights. With ``count``, their mean. The
+            model is an argument because the probe also traces a copy of it.
         collate: Turns a list of samples into a batch, as the ``collate_fn`` of a :class:`~torch.utils.data.DataLoader`
             does. The batch is moved to the model's device.
         length: Tokens of a sample, before padding. Samples of similar length share a part. None if all samples take the
             same memory; each then counts as one token.
-        clip_norm: Largest L2 norm of the gradient of all parameters; None to leave it as it is.
+        max_grad_norm: Largest L2 norm of the gradient of all parameters; None to leave it as it is.
+        count: Returns the number of losses in a batch, by which ``loss`` is their mean: a part of the samples counts by
+            its number. None if ``loss`` returns a sum and its number itself.
         balance_ranks: True to have ranks share out the samples of a step by their lengths where ``max_tokens`` is set:
             some are sent to another rank, and collated there. False to have each compute its own.
 
@@ -75,24 +78,25 @@ class AdaptiveStep(Generic[Sample]):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss: Loss,
+        loss: Loss | Callable[[nn.Module, Any], torch.Tensor],
         collate: Callable[[list[Sample]], Any] = default_collate,
         *,
         length: Callable[[Sample], int] | None = None,
-        clip_norm: float | None = None,
+        count: Callable[[Any], torch.Tensor | float] | None = None,
+        max_grad_norm: float | None = None,
         balance_ranks: bool = True,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._loss = loss
+        self._loss: Loss = as_sum(loss, count)
         self._collate = collate
-        self._clip_norm = clip_norm
+        self._max_grad_norm = max_grad_norm
         self._knows_backward = False  # that it divides nothing
         self._knows_ranks_are_alone = False
         self._limit = TokenLimit()
         self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
         self._work = LossWork(
-            model, optimizer, loss, collate, length, self._limit, self._parallel, balances_ranks=balance_ranks
+            model, optimizer, self._loss, collate, length, self._limit, self._parallel, balances_ranks=balance_ranks
         )
         remedy = "have loss return a sum and its number, or set max_tokens=None and a smaller batch"
         audit = Audit(self._work, self._parallel.ranks, remedy)
@@ -111,6 +115,15 @@ class AdaptiveStep(Generic[Sample]):
         if value is not None and (not hasattr(value, "__index__") or value < 1):
             raise ConfigError(f"max_tokens={value!r} must be a whole number of at least 1, or None for no limit")
         self._work.max_tokens = None if value is None else operator.index(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with: :attr:`max_tokens`, and what running out of memory has taught."""
+        return {"max_tokens": self.max_tokens, "limit": self._limit.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of another :meth:`state_dict`. Weights and optimizer states are not part of it."""
+        self.max_tokens = state["max_tokens"]
+        self._limit.load_state_dict(state["limit"])
 
     @property
     def num_recoveries(self) -> int:
@@ -132,7 +145,7 @@ class AdaptiveStep(Generic[Sample]):
         """
         loss = self.gradients(samples, backward)
         try:
-            clip_and_step(self._model, [self._optimizer], self._clip_norm)
+            clip_and_step(self._model, [self._optimizer], self._max_grad_norm)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -198,7 +211,7 @@ class AdaptiveStep(Generic[Sample]):
         self,
         sample: Sample,
         *,
-        upper: int,
+        upper: int = LARGEST_TRIED,
         in_parts: bool = False,
         settings: AdaptiveBatchingConfig = AdaptiveBatchingConfig(),  # noqa: B008 (immutable)
     ) -> ProbeResult:
@@ -245,7 +258,7 @@ class AdaptiveStep(Generic[Sample]):
                 else:
                     for run_one in runs:
                         run_one()
-                clip_and_step(model, optimizers, self._clip_norm)
+                clip_and_step(model, optimizers, self._max_grad_norm)
 
             return run
 
@@ -340,11 +353,11 @@ class AdaptiveStep(Generic[Sample]):
         return samples
 
 
-def clip_and_step(model: nn.Module, optimizers: Sequence[Optimizer], clip_norm: float | None) -> None:
+def clip_and_step(model: nn.Module, optimizers: Sequence[Optimizer], max_grad_norm: float | None) -> None:
     """Clip the gradients of all parameters, step the optimizers, and leave no gradients behind."""
     parameters = parameters_of(model, optimizers)
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if max_grad_norm is not None:
+        nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     for optimizer in optimizers:
         optimizer.step()
     for parameter in parameters:  # those that no optimizer has, too

@@ -45,6 +45,9 @@ from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
 
+LARGEST_TRIED = 4096
+"""Batch size that a search ends at if nothing else bounds it."""
+
 _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}
 
 
@@ -239,8 +242,8 @@ def find_maximum_batch_size(
     loss: Callable[[nn.Module, Any], torch.Tensor | None],
     make_batch: Callable[[int], Any],
     *,
-    upper: int,
-    config: AdaptiveBatchingConfig = AdaptiveBatchingConfig(),  # noqa: B008 (immutable)
+    upper: int = LARGEST_TRIED,
+    settings: AdaptiveBatchingConfig = AdaptiveBatchingConfig(),  # noqa: B008 (immutable)
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and restore all state afterwards.
 
@@ -251,7 +254,7 @@ def find_maximum_batch_size(
             with its gradients clipped, returns None. It must use the model that it is given: a trace runs it on a copy.
         make_batch: Batch size -> a batch of that many worst-case samples, such as the longest, on the device.
         upper: Largest size to try, such as the number of samples in the data; at least 1.
-        config: Provides ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom``.
+        settings: Provides ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom``.
 
     Returns:
         The size as ``batch_size``, which has run within the limit as training repeats it: twice in a row without the
@@ -279,7 +282,9 @@ def find_maximum_batch_size(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     step = TrainingStep(model, optimizers, make_batch, bind, on_cuda=device.type == "cuda")
-    return find_largest(step, config, memory_meter(device), ProbeRequest(upper, rounds=config.round_to_power_of_two))
+    return find_largest(
+        step, settings, memory_meter(device), ProbeRequest(upper, rounds=settings.round_to_power_of_two)
+    )
 
 
 @little_to_collect()

@@ -148,7 +148,7 @@ def train(kind: str, what: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=0.01)
     step: AdaptiveStep[Any] = AdaptiveStep(
         prepared, optimizer, failing, lambda samples: collate([*map(text_of, samples)]),
-        length=lambda sample: length(text_of(sample)), clip_norm=CLIP, balance_ranks=not what.endswith("off"),
+        length=lambda sample: length(text_of(sample)), max_grad_norm=CLIP, balance_ranks=not what.endswith("off"),
     )  # fmt: skip
     if not (what == "no limit" or (what == "no limit on 1" and RANK == 1)):
         step.max_tokens = 10**6 if norm is not None else MAX_TOKENS

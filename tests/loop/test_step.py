@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import weakref
 from collections import UserDict
@@ -102,13 +103,15 @@ SAMPLES = texts(9, 2, 30, 5, 12, 7, 3, 21)
 
 
 def make(
-    loss: Any = loss, *, collate: Any = collate, max_tokens: int | None = None, clip_norm: float | None = None,
-    by_length: bool = True, **settings: Any,
+    loss: Any = loss, *, collate: Any = collate, max_tokens: int | None = None, max_grad_norm: float | None = None,
+    by_length: bool = True, count: Any = None, **settings: Any,
 ) -> tuple[Model, AdaptiveStep[Text]]:  # fmt: skip
     torch.manual_seed(0)
     model = Model(**settings).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length if by_length else None, clip_norm=clip_norm)
+    step = AdaptiveStep(
+        model, optimizer, loss, collate, length=length if by_length else None, count=count, max_grad_norm=max_grad_norm
+    )
     step.max_tokens = max_tokens
     return model, step
 
@@ -118,10 +121,10 @@ class PlainLoop:
         self.model, step = make()
         self.optimizer = step._optimizer
 
-    def step(self, samples: list[Text], clip_norm: float) -> torch.Tensor:
+    def step(self, samples: list[Text], max_grad_norm: float) -> torch.Tensor:
         total, number = loss(self.model, collate(samples))
         (total / number).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return (total / number).detach()
@@ -134,13 +137,46 @@ def always(model: Model, times: int = 10**9) -> None:
 once = partial(always, times=1)
 
 
+def test_a_mean_loss_counts_by_its_number_and_one_of_no_targets_for_nothing() -> None:
+    prompt = torch.cat([SAMPLES[0][:1], torch.full((4,), IGNORED)])  # no target
+
+    def by_mean(model: Any, batch: Any) -> torch.Tensor:
+        return loss(model, batch, "mean")[0]
+
+    def targets(batch: Any) -> torch.Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+    def padded(samples: list[Text]) -> Any:
+        batch = collate(samples)
+        return {**batch, "tokens": batch["tokens"].clamp(min=0)}
+
+    results = []
+    for given, count in ((loss, None), (by_mean, targets)):
+        model, step = make(given, collate=padded, max_tokens=1, count=count)
+        results.append((step([*SAMPLES, prompt]), [parameter.detach().clone() for parameter in model.parameters()]))
+    torch.testing.assert_close(*results)
+    _, step = make(loss, count=targets)
+    with pytest.raises(ConfigError, match="with count, it must return the mean of the batch's losses"):
+        step(SAMPLES)
+
+
+def test_the_state_of_a_step_is_what_running_out_of_memory_has_taught_it() -> None:
+    model, step = make(max_tokens=500)
+    once(model)
+    step(SAMPLES)
+    _, resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(step.state_dict())))
+    assert (resumed.max_tokens, resumed.num_recoveries) == (500, step.num_recoveries) == (500, 1)
+    assert resumed.state_dict() == step.state_dict()
+
+
 @pytest.mark.parametrize("max_tokens", [None, 64, 1])
 @pytest.mark.parametrize("failures", [0, 1, 10**9])
 def test_steps_are_those_of_a_plain_loop_however_they_are_cut_and_whatever_runs_out(
     failures: int, max_tokens: int | None
 ) -> None:
     plain = PlainLoop()
-    model, step = make(max_tokens=max_tokens, clip_norm=0.5)
+    model, step = make(max_tokens=max_tokens, max_grad_norm=0.5)
     always(model, failures)
     for number in range(3):
         if number == 1:  # in the first, two parts are compared with their union
@@ -184,7 +220,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
 ) -> None:
     """After the third step, which stands; with smaller parts it starts over no more."""
     plain = PlainLoop()
-    model, step = make(clip_norm=0.5)
+    model, step = make(max_grad_norm=0.5)
 
     def forwards_without_room(device: torch.device) -> int:
         return sum(b * s > 220 for b, s in model.forwards)
@@ -249,7 +285,7 @@ def test_parameters_of_the_loss_that_the_optimizer_has_are_those_of_the_model_s_
         def scaled(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
             return loss(lambda tokens: scale * model(tokens), batch)
 
-        step = AdaptiveStep(model, optimizer, scaled, collate, length=length, clip_norm=0.1)
+        step = AdaptiveStep(model, optimizer, scaled, collate, length=length, max_grad_norm=0.1)
         step.max_tokens = max_tokens
         found = step.find_maximum_batch_size(SAMPLES[0], upper=2)
         assert (found.batch_size, scale.item(), scale.grad) == (2, 1.0, None), "the probe leaves no trace"
@@ -452,7 +488,7 @@ def test_other_errors_pass_through() -> None:
 def test_the_probe_finds_what_the_data_allow_and_leaves_no_trace(
     in_parts: bool, rounds: bool, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, step = make(dropout=0.5, clip_norm=1.0)
+    model, step = make(dropout=0.5, max_grad_norm=1.0)
     before = copy.deepcopy((model.state_dict(), step._optimizer.state_dict()))
     random_state = torch.get_rng_state()
     settings = AdaptiveBatchingConfig(round_to_power_of_two=rounds)

@@ -95,7 +95,7 @@ def make_step(
 ) -> tuple[nn.Module, AdaptiveStep[Any]]:
     prepared = wrapped(kind, model)
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=0.01)
-    given: dict[str, Any] = {"collate": collate, "length": length, "clip_norm": CLIP, **settings}
+    given: dict[str, Any] = {"collate": collate, "length": length, "max_grad_norm": CLIP, **settings}
     step: AdaptiveStep[Any] = AdaptiveStep(prepared, optimizer, loss, **given)
     step.max_tokens = max_tokens
     return prepared, step

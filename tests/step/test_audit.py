@@ -56,8 +56,8 @@ def test_a_model_that_changes_for_the_next_part_is_found_out_and_left_as_it_was(
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_memory_that_runs_out_in_an_audit_is_no_matter(place: str, call: int) -> None:
     """It is looked at again in the next step."""
-    model, step = make(max_tokens=64, clip_norm=0.5)
-    _, clean = make(max_tokens=64, clip_norm=0.5)
+    model, step = make(max_tokens=64, max_grad_norm=0.5)
+    _, clean = make(max_tokens=64, max_grad_norm=0.5)
     calls = iter(range(1, 10**6))
 
     def fail(*args: Any) -> None:

@@ -126,7 +126,7 @@ def plain_loop(folder: Path, max_tokens: int | None = None, *, recovers: bool = 
     """Take steps of AdaptiveStep, with dropout."""
     from tests.loop import test_step
 
-    model, step = test_step.make(max_tokens=max_tokens, clip_norm=0.5, dropout=0.1)
+    model, step = test_step.make(max_tokens=max_tokens, max_grad_norm=0.5, dropout=0.1)
     if recovers:
         test_step.always(model, times=3)
     batches = (test_step.SAMPLES, test_step.texts(4, 11, 6), test_step.texts(12, 29, 20, 8, 8, 2, 17))
