@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,26 @@ def main() -> None:
         _run()
 
 
+def _with_dashes(arguments: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return ``arguments`` with options as they are known, be they written with hyphens or underscores."""
+    known = {option.replace("_", "-"): option for option in options if option.startswith("--")}
+    own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    for index, argument in enumerate(own):
+        name, *value = argument.split("=", 1)
+        if name not in options and (option := known.get(name.replace("_", "-"))):
+            own[index] = "=".join([option, *value])
+    return [*own, *arguments[len(own) :]]
+
+
+def _remedy(rest: Sequence[str], options: Collection[str]) -> str:
+    """Say what arguments that are not known were to be: settings of a config, or options with another name."""
+    if meant := as_overrides(rest):
+        return f"; a setting of a config has no dashes: write {' '.join(meant)}"
+    name = next((argument.partition("=")[0] for argument in rest if argument.startswith("--")), "")
+    match = difflib.get_close_matches(name, options, n=1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
 def _run() -> None:
     parser = argparse.ArgumentParser(
         prog=PROG,
@@ -107,10 +127,13 @@ def _run() -> None:
     parser.add_argument("--version", action="version", version=f"{PROG} {adaptive_batching.__version__}")
     parser.set_defaults(func=lambda args: parser.print_help())
     subparsers = parser.add_subparsers(title="commands", metavar="command")
-    named = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
-    if named in ("run", "probe") and "-q" in sys.argv:
+    arguments = sys.argv[1:]
+    named = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if named in ("run", "probe") and "-q" in arguments:
         os.environ.update(_NO_PROGRESS_BARS)
-    if named is not None and named not in COMMANDS:
+    if named is not None and named.replace("_", "-") in COMMANDS:
+        arguments[arguments.index(named)] = named = named.replace("_", "-")
+    elif named is not None:
         match = difflib.get_close_matches(named, COMMANDS, n=1)
         parser.error(f"there is no command {named!r}" + (f"; did you mean {match[0]!r}?" if match else ""))
     for name, add in COMMANDS.items():
@@ -118,12 +141,11 @@ def _run() -> None:
             subparsers.add_parser(name, help=OF_TORCHTUNE[name][1])
         else:
             add(subparsers, PROG)
-    args, rest = parser.parse_known_args()
+    options = subparsers.choices[named]._option_string_actions if named else {}
+    args, rest = parser.parse_known_args(_with_dashes(arguments, options))
     if rest:  # argparse takes positional arguments from between two options, and leaves those after the second
         if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest):
-            meant = as_overrides(rest)
-            remedy = f"; a setting of a config has no dashes: write {' '.join(meant)}" if meant else ""
-            parser.error(f"unrecognized arguments: {' '.join(rest)}{remedy}")
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{_remedy(rest, options)}")
         args.overrides = [*args.overrides, *rest]
     args.func(args)
 

@@ -92,7 +92,10 @@ def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
     if name not in files:
         if name in [recipe.name for recipe in recipes()]:
             parser.error(f"{name!r} is a recipe, not a config; 'ls --recipe {name}' lists its configs")
-        parser.error(f"there is no config {name!r}{closest(name, files)}")
+        what = (
+            f"the file {name!r} does not exist" if path.suffix in (".yaml", ".yml") else f"there is no config {name!r}"
+        )
+        parser.error(f"{what}{closest(name, files)}")
     return files[name]
 
 
@@ -103,7 +106,8 @@ def find_recipe(name: str, parser: argparse.ArgumentParser) -> Any:
         listing = [recipe.name for recipe in recipes() if name in [config.name for config in recipe.configs]]
         parser.error(f"{name!r} is a config, not a recipe; run it with {' or '.join(listing)}")
     if name not in named:
-        parser.error(f"there is no recipe {name!r}{closest(name, named)}")
+        what = f"the file {name!r} does not exist" if name.endswith(".py") else f"there is no recipe {name!r}"
+        parser.error(f"{what}{closest(name, named)}")
     return named[name]
 
 

@@ -107,7 +107,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("ls --jsn", ["unrecognized arguments: --jsn"]),
     ("env all", ["unrecognized arguments: all"]),
     (f"{PLAN} --memry 24", ["unrecognized arguments: --memry"]),
-    ("quickstart --data-dir x", ["unrecognized arguments: --data-dir"]),
     # values
     (
         f"{PLAN} model._component_=torchtune.models.llama3_2.lora_llama3_2_2b",
@@ -151,6 +150,13 @@ MISTAKES: list[tuple[str, list[str]]] = [
     # dry runs
     ("dry-run --gpu 4090", ["which command shall run"]),
     ("dry-run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
+    ("dry_run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
+    (f"plan {LORA} --gpuu 4090", ["unrecognized arguments: --gpuu 4090; did you mean --gpu?"]),
+    (f"plan {LORA} --sequence_length many", ["argument --sequence-length: invalid int value: 'many'"]),
+    (
+        f"run my/full_finetune_single_device.py --config {LORA}",
+        ["the file 'my/full_finetune_single_device.py' does not"],
+    ),
     ("dry-run --memory lots -- python x", ["--memory lots is not a memory size"]),
     ("dry-run --memory 24 --steps 0 -- python x", ["--steps 0 must be at least 1"]),
     ("dry-run --memory 24 --max-seconds 0 -- python x", ["--max-seconds 0 must be more than 0"]),
@@ -165,7 +171,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"dry-run --memory 24 --devices 2 lora_finetune_single_device --config {LORA}", ["--devices 2"]),
     (f"dry-run --memory 24 lora_finetune_single_device --config {LORA} batch", ["write key=value"]),
     # files
-    ("validate missing.yaml", ["no config 'missing.yaml'"]),
+    ("validate missing.yaml", ["the file 'missing.yaml' does not exist"]),
     ("validate folder", ["no config 'folder'"]),
     ("validate list.yaml", ["list.yaml is not a config: it must map keys to values"]),
     ("validate broken.yaml", ["broken.yaml cannot be read", "in line 2"]),
