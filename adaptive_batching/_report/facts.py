@@ -321,9 +321,9 @@ def probe_in_words(probe: Event) -> list[str]:
         f"At most {plural(probe['batch_size'], 'sample')} of {length} tokens, bound by {probe['reason']}: a full "
         f"training step took {took} of {budget}."
     ]
+    too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if (fits := unrounded_maximum(probe)) is not None:
         words.append(f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two).")
-    too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
-    if too_large is not None:
+    elif too_large is not None:
         words.append(f"A step of {count(too_large[0])} would take about {memory_size(too_large[1])}.")
     return [*words, how]

@@ -228,7 +228,7 @@ def _ends(name: str, column: list[float | None], chart: str) -> str:
     def show(value: float) -> str:
         if chart in ("loss", "lr"):
             return say.loss(value) if chart == "loss" else f"{value:.3g}"
-        return f"{value:,.4g}" if value < 1000 else say.count(value)
+        return f"{value:.3g}" if value < 1000 else say.count(value)
 
     ends = say.from_to(show(values[0]), show(values[-1]))
     return f"{name}: {ends}" if name else ends

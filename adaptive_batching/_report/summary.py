@@ -28,7 +28,8 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
         ]
     else:
         larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
-        beyond = "" if larger is None else f"; {larger[0]} would take about {memory_size(larger[1])}"
+        is_rounded = result.exact is not None  # then the line above says what would fit
+        beyond = "" if larger is None or is_rounded else f"; {larger[0]} would take about {memory_size(larger[1])}"
         peak = f"peak {memory_size(result.peak_bytes)} of {budget}"
         lines = [
             (of, f"{result.batch_size}, bound by {result.bound}"),

@@ -89,7 +89,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "tune run full_finetune_single_device.py --config ...": Shell(
         instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes"
     ),
-    f"{RUN} {FULL} resume_from_checkpoint=True": "tests/integration/test_checkpoints.py has its like",
+    f"{RUN} {FULL} epochs=3 resume_from_checkpoint=True": "tests/integration/test_checkpoints.py has its like",
     "PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py "
     "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": ALIKE,
     f"{RUN} --nproc_per_node 8 {MANY}": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}),
