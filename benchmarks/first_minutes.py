@@ -1,17 +1,19 @@
-"""What a new user waits for and reads: the quickstart, ``--help``, the set-up of ``micro_batch_size: auto``, and words.
+"""What a new user waits for and reads: the quickstart, a script, the set-up of ``micro_batch_size: auto``, and words.
 
-    pip install -e .[bench]
-    python benchmarks/first_minutes.py               # about 10 minutes on 2 cores
+    pip install -e .[bench,dev]
+    python benchmarks/first_minutes.py               # about 15 minutes on 2 cores
 
 The quickstart runs in an empty folder, in a fresh process, from the command to its end; the first decision is the line
-that says the maximum batch size. What ``auto`` costs and gains is measured as ``epoch_time.py`` does it, each run in a
-fresh process. The last line printed is a JSON object.
+that says the maximum batch size. The script is README's for Trainer and TRL, as it stands. What ``auto`` costs and gains
+is measured as ``epoch_time.py`` does it, each run in a fresh process. Mistakes are those of ``tests``: commands, settings
+and calls, each with the words that its answer has to hold. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from common import measure_in_fresh_process, write_report
 from epoch_time import BOUND, FULLY, NEAR, OURS, of_auto
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 PROGRAM = [sys.executable, "-m", "adaptive_batching"]
 FIRST_DECISION = "maximum batch size"
 
@@ -66,6 +69,25 @@ def quickstart(folder: Path) -> dict[str, float]:
     return {"first_decision": decided, "end": time.perf_counter() - start}
 
 
+def script_seconds(folder: Path) -> float:
+    """Run README's script for Trainer and TRL in ``folder``, and return the seconds to its end, imports included."""
+    [text] = [
+        text for text in re.findall(r"(?s)```python\n(.*?)```", README.read_text()) if "adaptive(Trainer)" in text
+    ]
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", text], cwd=folder, env=environment(), check=True, capture_output=True)
+    return round(time.perf_counter() - start, 1)
+
+
+def mistakes() -> dict[str, int]:
+    """Return how many mistaken commands, settings and calls the tests try, and how many are answered as they should."""
+    files = [str(ROOT / "tests" / name) for name in ("integration/test_mistakes.py", "transformers/test_arguments.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-k", "mistake", *files]
+    said = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True).stdout
+    passed, failed = (sum(map(int, re.findall(rf"(\d+) {how}", said.splitlines()[-1]))) for how in ("passed", "failed"))
+    return {"commands_tried": passed + failed, "commands_well_met": passed}
+
+
 def main() -> None:
     """Measure everything and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,9 +96,9 @@ def main() -> None:
     args = parser.parse_args()
     times: list[dict[str, float]] = []
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in (OURS, NEAR, FULLY, BOUND)}
-    script = str(Path(__file__).with_name("epoch_time.py"))
+    epochs = str(Path(__file__).with_name("epoch_time.py"))
     with tempfile.TemporaryDirectory() as directory:
-        answered = help_seconds(Path(directory))
+        answered, script = help_seconds(Path(directory)), script_seconds(Path(directory))
         for repeat in range(args.repeats):
             folder = Path(directory) / str(repeat)
             folder.mkdir()
@@ -84,7 +106,7 @@ def main() -> None:
             print("quickstart:", times[-1], flush=True)
             ways = [*results][repeat % len(results) :] + [*results][: repeat % len(results)]
             for way in ways:
-                result = measure_in_fresh_process("--measure", way, str(folder / "data/quickstart"), script=script)
+                result = measure_in_fresh_process("--measure", way, str(folder / "data/quickstart"), script=epochs)
                 results[way].append(result)
                 print(f"{way}:", {k: v for k, v in result.items() if k != "losses"}, flush=True)
 
@@ -96,7 +118,9 @@ def main() -> None:
         "first_decision_seconds": median("first_decision"),
         **of_auto(results),
         "help_seconds": answered,
-        "readme_words": words(ROOT / "README.md"),
+        "trl_script_seconds": script,
+        **mistakes(),
+        "readme_words": words(README),
         "docs_words": words(*(ROOT / "docs").glob("*.md")),
     }
     rows = ["| what | measured |", "|---|---|", *(f"| {key} | {value} |" for key, value in figures.items())]
