@@ -4,9 +4,9 @@
     python benchmarks/first_minutes.py               # about 15 minutes on 2 cores
 
 The quickstart runs in an empty folder, in a fresh process, from the command to its end; the first decision is the line
-that says the maximum batch size. The script is README's for Trainer and TRL, as it stands. What ``auto`` costs and gains
-is measured as ``epoch_time.py`` does it, each run in a fresh process. Mistakes are those of ``tests``: commands, settings
-and calls, each with the words that its answer has to hold. The last line printed is a JSON object.
+that says the maximum batch size. The script is README's for Trainer and TRL, as it stands. What ``auto`` costs and
+gains is measured as ``epoch_time.py`` does it, each run in a fresh process. Mistakes are those of ``tests``: commands,
+settings and calls, each with the words that its answer has to hold. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
