@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptive_batching._values import (
     SEARCH_NAMES,
@@ -35,6 +35,10 @@ TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_s
 """Fields at the top level of a config; the others belong to its section ``adaptive_batching``."""
 
 
+IncreaseField = str | Mapping[str, Any] | Callable[..., int | None] | None
+"""A dotted path, a factory with its arguments, or the function itself."""
+
+
 @dataclass(frozen=True)
 class AdaptiveBatchingConfig:
     """The settings that a user has made.
@@ -49,7 +53,7 @@ class AdaptiveBatchingConfig:
     use_maximum_batch_size: bool = False
     """Find the largest batch that fits before training, and train with it."""
 
-    batch_increase_function: str | Mapping[str, Any] | Callable[..., int | None] | None = None
+    batch_increase_function: IncreaseField = None
     """Decides when the batch grows, and by how much; see :mod:`adaptive_batching.growth`."""
 
     micro_batch_size: MicroBatchSize = field(default_factory=Whole)
@@ -113,6 +117,20 @@ class AdaptiveBatchingConfig:
 
     report_dir: str | None = None
     """Where the record, the page and the probe's result go."""
+
+    if TYPE_CHECKING:  # what fields take, where they hold something else
+
+        def __init__(
+            self, *, use_maximum_batch_size: bool = ..., batch_increase_function: IncreaseField = ...,
+            micro_batch_size: MicroBatchSize | int | str | None = ..., padding: bool = ..., balance_ranks: bool = ...,
+            save_every_n_steps: int | None = ..., search: str = ..., round_to_power_of_two: bool = ...,
+            max_batch_size: int | None = ..., memory_limit: MemoryAmount | str | float | None = ...,
+            headroom: MemoryAmount | str | float = ..., sequence_length: int | None = ...,
+            keep_global_batch: bool = ..., grow_beyond_memory: bool = ..., increase_every: str | float = ...,
+            grow_during_warmup: bool = ..., lr_scaling: str = ..., max_lr_scale: float = ...,
+            noise_scale_every: int | None = ..., recover_from_oom: bool = ..., audit_every: int | None = ...,
+            report_dir: str | None = ...,
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_increase_field(self.batch_increase_function)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import ast
+import inspect
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
+from adaptive_batching import _config, growth
 from adaptive_batching._config import TOP_LEVEL, AdaptiveBatchingConfig
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, Whole
 
@@ -119,3 +122,18 @@ def test_a_micro_batch_size_is_parsed_and_spelled_as_in_a_config(value: Any, par
     config = AdaptiveBatchingConfig(micro_batch_size=value)
     assert config.micro_batch_size == parsed == replace(config).micro_batch_size
     assert str(parsed) == ("null" if value is None else str(value))
+
+
+def test_types_name_every_field_and_take_what_the_pages_write() -> None:
+    """``mypy`` checks the call."""
+    written = AdaptiveBatchingConfig(
+        micro_batch_size="auto",
+        memory_limit="40GiB",
+        headroom=0.05,
+        increase_every=0.25,
+        batch_increase_function=growth.step(),
+    )
+    assert written.memory_limit is not None and written.memory_limit.num_bytes == 40 * 2**30
+    functions = (node for node in ast.walk(ast.parse(inspect.getsource(_config))) if isinstance(node, ast.FunctionDef))
+    [definition] = [function for function in functions if function.name == "__init__"]
+    assert [argument.arg for argument in definition.args.kwonlyargs] == [field.name for field in fields(written)]
