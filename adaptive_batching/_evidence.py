@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._snapshot import plain_parts
+from adaptive_batching._kept_values import plain_parts
 from adaptive_batching._without_chance import WithoutChance
 
 Sample = TypeVar("Sample")

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
-import os
-import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -26,14 +22,22 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._values import DRY_RUN, ConfigError
+from adaptive_batching._kept_values import (
+    HasState,
+    KeptTensor,
+    Place,
+    entries_of,
+    hash_of,
+    holder_of,
+    is_as,
+    refill,
+    same_state,
+    shallow,
+)
+from adaptive_batching._values import ConfigError
 
 rehearsing = False
 """True within a :func:`rehearsal`, for those who count what a program runs."""
-
-Place = tuple[nn.Module, str]
-"""A module, and the name of an attribute, a buffer or a parameter that it has or may get."""
 
 # Objects of these are not looked into: they are large, or belong to the process. Of everybody else's they are.
 _LIBRARIES = {
@@ -43,7 +47,6 @@ _LIBRARIES = {
     "tqdm", "transformers", "trl", "wandb",
 }  # fmt: skip
 _NAMES_OF_DATA = ("dataset", "dataloader", "data_loader")  # which may be lists, and draw when they are read
-_LONG = 1000  # entries of a container that is kept without a look into each of them
 _COPIED_PARAMETERS = 2**28  # bytes of parameters that are copied, the smallest first; others are only compared
 _NOTHING = object()
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -82,8 +85,8 @@ class Snapshot:
         self._of_modules: list[tuple[nn.Module, dict[str, Any]]] = []  # each with the saved copy of its vars
         self._attributes: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
-        self._states: list[tuple[_HasState, Any, Place | None]] = []
-        self._kept: list[_KeptTensor] = []
+        self._states: list[tuple[HasState, Any, Place | None]] = []
+        self._kept: list[KeptTensor] = []
         self._parameters: list[tuple[nn.Parameter, Place]] = []
         for owner in owners:
             self._follows_optimizers = isinstance(owner, Optimizer)
@@ -99,7 +102,7 @@ class Snapshot:
             if left >= 0:
                 self._keep(parameter, place)
             else:
-                self._hashes.append((parameter, _hash(parameter)))
+                self._hashes.append((parameter, hash_of(parameter)))
         if copies != "nowhere":
             for kept in self._kept:
                 kept.copy(on_host=copies == "host")
@@ -122,14 +125,14 @@ class Snapshot:
                 names = {**before, **now}
                 places |= {(module, n) for n in names if before.get(n, _NOTHING) is not now.get(n, _NOTHING)}
         places -= {(module, name) for module, _ in self._of_modules for name in ("_buffers", "_parameters", "_modules")}
-        places |= {place for container, saved, place in self._containers if not _is_as(container, saved)}
-        places |= {place for holder, state, place in self._states if not _same_state(holder.get(), state)}
+        places |= {place for container, saved, place in self._containers if not is_as(container, saved)}
+        places |= {place for holder, state, place in self._states if not same_state(holder.get(), state)}
         places |= {kept.place for kept in self._kept if kept.has_changed}
         return {place for place in places if place is not None}
 
     def check_parameters(self) -> None:
         """Raise ConfigError if a parameter has changed that is not copied."""
-        changed = [parameter for parameter, before in self._hashes if _hash(parameter) != before]
+        changed = [parameter for parameter, before in self._hashes if hash_of(parameter) != before]
         if changed:
             raise ConfigError(
                 f"a forward pass changes parameters of the model ({len(changed)}, the first of shape "
@@ -140,8 +143,8 @@ class Snapshot:
     def put_back(self) -> None:
         """Make everything as it was, but for values of tensors that are not copied."""
         for container, saved, _ in self._containers:
-            if not _is_as(container, saved):
-                _refill(container, saved)
+            if not is_as(container, saved):
+                refill(container, saved)
         for space, name, value in self._attributes:
             if value is _NOTHING:
                 space.pop(name, None)
@@ -254,11 +257,11 @@ class Snapshot:
         elif (holder := holder_of(value)) is not None:
             self._states.append((holder, holder.get(), place))
         elif isinstance(value, (dict, list, set, collections.deque)):
-            self._containers.append((value, _shallow(value), place))
-            for entry in _entries(value):
+            self._containers.append((value, shallow(value), place))
+            for entry in entries_of(value):
                 self._look_at(entry, place)
         elif isinstance(value, (tuple, frozenset)):
-            for entry in _entries(value):
+            for entry in entries_of(value):
                 self._look_at(entry, place)
         elif isinstance(value, Optimizer):
             if self._follows_optimizers:
@@ -268,7 +271,7 @@ class Snapshot:
 
     def _keep(self, tensor: torch.Tensor, place: Place | None) -> None:
         if id(tensor) not in self._elsewhere:
-            self._kept.append(_KeptTensor(tensor, place))
+            self._kept.append(KeptTensor(tensor, place))
 
 
 class StepState:
@@ -373,186 +376,10 @@ def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             of_one.update(before)
 
 
-class _KeptTensor:
-    """A tensor and where its memory was; with a copy, also its values."""
-
-    def __init__(self, tensor: torch.Tensor, place: Place | None) -> None:
-        self.tensor, self.place = tensor, place
-        self.parts = plain_parts(tensor)
-        """Plain tensors of its values, each of which is in memory once."""
-
-        self._alias = tensor.detach() if _is_plain(tensor) else None
-        self._requires_grad = tensor.requires_grad
-        self._copies: list[torch.Tensor] | None = None
-
-    def copy(self, *, on_host: bool) -> None:
-        if not on_host:
-            try:
-                self._copies = [part.detach().clone() for part in self.parts]
-                return
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        self._copies = [part.detach().to("cpu", copy=True) for part in self.parts]  # also where the device is full
-
-    @property
-    def _has_moved(self) -> bool:
-        if self._alias is None:
-            return False
-        here, before = self.tensor, self._alias
-        same = (here.shape, here.dtype, here.device) == (before.shape, before.dtype, before.device)
-        return not (same and here.stride() == before.stride() and here.data_ptr() == before.data_ptr())
-
-    @property
-    def has_changed(self) -> bool:
-        return self._has_moved or any(not _same_bits(part, saved) for part, saved in self._pairs())
-
-    def put_back(self) -> None:
-        if self._alias is not None and self._has_moved:
-            self.tensor.data = self._alias
-        if self.tensor.is_leaf and self.tensor.requires_grad != self._requires_grad:
-            self.tensor.requires_grad_(self._requires_grad)
-        for part, saved in self._pairs():
-            if not _same_bits(part, saved):  # a write would break a backward that is still to come
-                with torch.inference_mode(part.is_inference()), torch.no_grad():
-                    part.copy_(saved)
-
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(self.parts, self._copies or (), strict=bool(self._copies))
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return True if the values of a tensor are those of others within it, as of quantized weights."""
-    return type(tensor) not in (torch.Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not _is_wrapper(tensor) and not tensor.is_quantized
-
-
-def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return plain tensors that share the values of ``tensor``, without dimensions that repeat them."""
-    if isinstance(tensor, DTensor):
-        return plain_parts(tensor.to_local().detach())
-    if _is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in names for part in plain_parts(getattr(tensor, name))]
-    if tensor.layout == torch.sparse_coo:
-        return [*plain_parts(tensor._indices()), *plain_parts(tensor._values())]
-    if tensor.device.type == "meta" or not _is_plain(tensor):
-        return []
-    repeated = [at for at, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[at] > 1]
-    if not repeated:
-        return [tensor]  # itself, with what it may have for attributes
-    view = tensor.detach()
-    for dimension in repeated:
-        view = view.narrow(dimension, 0, 1)
-    return [view]
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, as large numbers as possible."""
-    flat = tensor.detach().contiguous().flatten()
-    raw = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single number may have any stride
-    return raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.data_ptr() % 8 == 0 else raw
-
-
-def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
-    return tensor.shape == saved.shape and torch.equal(_raw(tensor).to(saved.device), _raw(saved))
-
-
-def _hash(parameter: nn.Parameter) -> int:
-    if DRY_RUN in os.environ:  # where all values are zero, and reading them takes memory
-        return 0
-    hashes = (torch.hash_tensor(_raw(part)) for part in plain_parts(parameter) if part.numel())
-    return hash(tuple(int(number.view(torch.int64)) for number in hashes))  # as uint64, half of them are no int
-
-
 def _parameters_of(owners: Iterable[Any]) -> list[nn.Parameter]:
     modules = [value for owner in owners for value in (owner, *getattr(owner, "__dict__", {}).values())]
     parameters = (parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters())
     return list({id(parameter): parameter for parameter in parameters}.values())
-
-
-# Containers
-
-
-def _shallow(container: Any) -> Any:
-    kind = next((kind for kind in (dict, set) if isinstance(container, kind)), list)
-    return kind(container)
-
-
-def _entries(container: Any) -> list[Any]:
-    if len(container) > _LONG:
-        return []
-    return list(container.values() if isinstance(container, Mapping) else container)
-
-
-def _is_as(container: Any, saved: Any) -> bool:
-    """Return True if the entries of a container are the same objects as before, in the same order."""
-    if len(container) != len(saved):
-        return False
-    if isinstance(container, set):
-        return bool(container == saved)
-    if isinstance(container, dict):
-        pairs = zip(container.items(), saved.items(), strict=True)
-        return all(now[0] is before[0] and now[1] is before[1] for now, before in pairs)
-    return all(now is before for now, before in zip(container, saved, strict=True))
-
-
-def _refill(container: Any, saved: Any) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        for key, value in saved.items():
-            container[key] = value
-    else:
-        (container.update if isinstance(container, set) else container.extend)(saved)
-
-
-# Generators of random numbers, and arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class _HasState:
-    """An object that is put back by a state of its own."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], object]
-
-
-def holder_of(value: Any) -> _HasState | None:
-    """Return how to read and set the state of a generator of random numbers or an array; None for anything else."""
-    if isinstance(value, torch.Generator):
-        generator = value
-        return _HasState(generator.get_state, lambda state: generator.set_state(state))
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
-        return _HasState(value.getstate, value.setstate)
-    numpy = sys.modules.get("numpy")  # optional
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.RandomState):
-        return _HasState(lambda: value.get_state(legacy=False), value.set_state)
-    if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
-        bits = getattr(value, "bit_generator", value)
-        return _HasState(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if isinstance(value, numpy.ndarray) and value.flags.writeable and value.dtype != object:
-        return _HasState(value.copy, lambda saved: numpy.copyto(value, saved))
-    return None
-
-
-def _same_state(now: Any, before: Any) -> bool:
-    if isinstance(now, torch.Tensor):
-        return torch.equal(now, before)
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(_same_state(now[key], before[key]) for key in now)
-    if hasattr(now, "tobytes"):  # an array
-        return now.shape == before.shape and bool(now.tobytes() == before.tobytes())
-    if isinstance(now, (list, tuple)):
-        return len(now) == len(before) and all(map(_same_state, now, before))
-    return bool(now == before)
-
-
-# What is looked into
 
 
 def _library_of(value: Any) -> str:

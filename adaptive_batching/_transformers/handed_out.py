@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._snapshot import holder_of
+from adaptive_batching._kept_values import holder_of
 
 Sample = Any
 
