@@ -241,6 +241,7 @@ class AdaptiveRun:
             DoesNotFitError: If not even a short sample fits.
         """
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
+        self._check_that_ranks_have_the_same_settings()
         self.data = data = TrainingData(trainer, loader, resizes=settings.resizes, before=self.data)
         of_accelerate = trainer.accelerator._dataloaders
         configured, accumulated = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
@@ -278,6 +279,18 @@ class AdaptiveRun:
             step.check_that_parts_add_up()
         trainer.accelerator._dataloaders = of_accelerate  # a probe has made it forget them
         self.start_epoch(0)
+
+    def _check_that_ranks_have_the_same_settings(self) -> None:
+        """Raise ConfigError if a rank has others, as it would wait for what the rest does not do."""
+        of_ranks = self.ranks.gather(dict(self.given))
+        for rank, given in enumerate(of_ranks):
+            for name in sorted(given.keys() | of_ranks[0].keys()):
+                first, here = of_ranks[0].get(name), given.get(name)
+                if first != here:
+                    raise ConfigError(
+                        f"adaptive has {name}={first!r} on rank 0 and {here!r} on rank {rank} (None: not set); give "
+                        "all processes the same settings"
+                    )
 
     def _make_step(self, data: TrainingData, *, splits: bool) -> StepInParts:
         """Find out what the loss is, and return the step that is right for it."""

@@ -300,3 +300,11 @@ def test_a_step_of_more_samples_than_there_are_takes_them_all(given: dict[str, A
     ours = make_trainer(tmp_path / "ours", AdaptiveArguments(**given), **settings)
     ours.train()
     assert_alike(ours, stock, keys=("loss", "grad_norm", "epoch"))
+
+
+def test_ranks_with_other_settings_end_in_words_before_they_wait(tmp_path: Path) -> None:
+    """Both ranks, as they tell each other."""
+    trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
+    trainer.adaptive.ranks.gather = lambda given: [given, {**given, "balance_ranks": False}]
+    with pytest.raises(ConfigError, match=r"balance_ranks=None on rank 0 and False on rank 1 .* the same settings"):
+        trainer.train()
