@@ -170,13 +170,15 @@ class AdaptiveStep(Generic[Sample]):
             The mean loss: a scalar on the model's device, without a graph.
 
         Raises:
-            ConfigError: If ``samples`` is collated already, or empty on every rank, gradients are left over from
-                before, ``loss`` returns something else than a sum and a number, ``length`` something else than a whole
-                number, ``backward`` divides the loss, or parts of a batch do not add up to it, in losses or gradients.
+            ConfigError: If ``samples`` is collated already, or empty on every rank, processes have joined since the
+                step was made, gradients are left over from before, ``loss`` returns something else than a sum and a
+                number, ``length`` something else than a whole number, ``backward`` divides the loss, or parts of a
+                batch do not add up to it, in losses or gradients.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
             Exception: Any error of ``loss``, ``collate`` or ``backward``; an error on other ranks repeats it.
         """
         parallel, runner = self._parallel, self._runner
+        parallel.check_size()
         with parallel.without_sync():
             self._check_scale_of(backward)
             samples = self._checked_on_all(samples, backward)

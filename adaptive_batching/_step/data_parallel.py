@@ -67,6 +67,14 @@ class DataParallel:
         """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
         return self.ranks.size == 1 or self.collectives is not None or self._sum is not None
 
+    def check_size(self) -> None:
+        """Raise ConfigError if processes have joined since this was made: each would train a model of its own."""
+        if (size := _num_processes()) != self.ranks.size:
+            raise ConfigError(
+                f"{size} processes train together, and when AdaptiveStep was made it was {self.ranks.size}; make it "
+                "after init_process_group, with the model that DistributedDataParallel or fully_shard returns"
+            )
+
     @property
     def is_recorded(self) -> bool:
         """True if it is known what shards communicate, or if there are none."""
@@ -166,7 +174,7 @@ def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Para
         ConfigError: If they do so in a way in which one that runs out of memory would leave others waiting, or in which
             the gradients of a step are not a sum over ranks.
     """
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    size = _num_processes()
     copies = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     roots = sharded_roots(model)
     copy = copies[0] if copies else None
@@ -178,6 +186,11 @@ def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Para
     if why:
         raise ConfigError(why)
     return DataParallel(Ranks(parameters()[0].device), parameters, roots, copy)
+
+
+def _num_processes() -> int:
+    """Return how many processes the default group has by now; 1 without a group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _why_not_sharded(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter], size: int) -> str:

@@ -51,6 +51,8 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert torch.arange(4, device="cuda").cumsum(0).tolist() == [0, 1, 3, 6]
     assert labels.max(dim=1, keepdim=False)[0].shape == (2,) and labels.max().item() == 7
     assert labels[labels > 0].tolist() == [5, 7, 1]
+    targets = labels.masked_fill(labels == 7, -100)
+    assert torch.zeros(2, 3, 8, device="cuda")[targets != -100].shape == (2, 8), "as TRL selects what a loss is made of"
     values, inverse = labels.unique(return_inverse=True)
     assert values.tolist() == [-100, 1, 5, 7] and inverse.shape == labels.shape
     assert labels[labels > 0].bincount(minlength=9).tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, error_handler
 from torchtune._cli.run import Run
 
 from adaptive_batching import ConfigError
@@ -435,6 +436,7 @@ def test_a_launch_ends_as_the_process_that_ended_first(
     failure = ProcessFailure(local_rank=1, pid=7, exitcode=exit_code, error_file="<N/A>")
 
     def fail(*_: Any) -> None:
+        assert not logging.getLogger(error_handler.__name__).isEnabledFor(logging.ERROR), "it tells of the error's file"
         raise ChildFailedError("recipe.py", {1: failure})
 
     monkeypatch.setattr(Run, "_run_cmd", fail)

@@ -1,14 +1,16 @@
-"""The loops that the page shows for Accelerate and Lightning Fabric train as a plain one, in one process and in two."""
+"""Loops of other libraries train as a plain one: those that the page shows in one process and in two, and others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from adaptive_batching import AdaptiveStep
 from tests.loop import other_loops
 from tests.loop.other_loops import NUM_SAMPLES, run_loops, samples_of_loop
 from tests.support.ranks import run_ranks
@@ -46,3 +48,66 @@ def test_the_loops_of_other_libraries_train_as_a_plain_one(
     assert seen == set(range(NUM_SAMPLES))
     for _, weights in ranks:
         torch.testing.assert_close(weights, [each.detach() for each in model.parameters()], rtol=1e-3, atol=1e-5)
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> AdaptiveStep[Any]:
+    """Return a step that runs in parts."""
+    step = AdaptiveStep[Any](
+        model, optimizer, other_loops.loss, other_loops.collate, length=lambda sample: len(sample["tokens"])
+    )
+    step.max_tokens = 60
+    return step
+
+
+def assert_trained_as_a_plain_loop(model: torch.nn.Module, batch_size: int, clip_norm: float = torch.inf) -> None:
+    plain = make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for start in range(0, NUM_SAMPLES, batch_size):
+        total, count = other_loops.loss(plain, other_loops.collate(samples_of_loop()[start : start + batch_size]))
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-3, atol=1e-5)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from samples_of_loop()
+
+
+def test_a_stream_of_samples_trains_as_a_plain_loop() -> None:
+    model = make_model()
+    step = step_of(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for samples in DataLoader(Stream(), 8, collate_fn=list):
+        step(samples)
+    assert_trained_as_a_plain_loop(model, 8)
+
+
+def test_manual_optimization_in_lightnings_trainer_trains_as_a_plain_loop() -> None:
+    pytorch = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.model = make_model()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+            self.step = step_of(self.model, optimizer)
+            return optimizer
+
+        def training_step(self, samples: Any) -> None:
+            optimizer = self.optimizers()
+            self.step.gradients(samples, self.manual_backward)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module = Module()
+    shows = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pytorch.Trainer(max_epochs=1, accelerator="cpu", devices=1, **shows)
+    trainer.fit(module, DataLoader(samples_of_loop(), 8, collate_fn=list))
+    assert trainer.global_step == -(-NUM_SAMPLES // 8)
+    assert_trained_as_a_plain_loop(module.model, 8, clip_norm=1.0)

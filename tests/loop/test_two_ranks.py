@@ -123,6 +123,7 @@ def test_an_error_of_one_rank_ends_both_in_words(
         ("of the loss", "1 parameters are not sharded"),
         ("old torch", f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"),
         ("sync batch norm", "SyncBatchNorm communicates within a forward"),
+        ("before the group", "2 processes train together, and when AdaptiveStep was made it was 1; make it after"),
     ],
 )
 def test_ways_in_which_one_rank_would_leave_others_waiting_are_refused(way: str, message: str, ranks: Found) -> None:

@@ -232,11 +232,10 @@ def error_of(function: Callable[[], object]) -> str:
 
 def refusals() -> dict[str, str]:
     def of(make: Callable[[], nn.Module], more: Callable[[], list[nn.Parameter]] = list) -> str:
-        def step() -> None:
-            model = make()
-            AdaptiveStep(model, torch.optim.SGD([*model.parameters(), *more()], lr=0.1), loss, collate)
+        return error_of(lambda: step_of(make(), more))
 
-        return error_of(step)
+    def step_of(model: nn.Module, more: Callable[[], list[nn.Parameter]] = list) -> AdaptiveStep[Any]:
+        return AdaptiveStep(model, torch.optim.SGD([*model.parameters(), *more()], lr=0.1), loss, collate)
 
     alone = [dist.new_group([rank]) for rank in range(2)][RANK]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -254,7 +253,9 @@ def refusals() -> dict[str, str]:
     model.add_module("norm", nn.SyncBatchNorm(2))
     with mock.patch.object(fsdp, "_AllGatherBase", object):
         found["old torch"] = of(lambda: wrapped("fsdp2", make_model()))
-    return {**found, "sync batch norm": of(lambda: model)}
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        early = step_of(make_model())
+    return {**found, "sync batch norm": of(lambda: model), "before the group": error_of(lambda: early(BATCHES[0][0]))}
 
 
 def with_factor() -> nn.Module:

@@ -35,6 +35,8 @@ from adaptive_batching._torchtune.train.settings import FIELDS, VALIDATION, chec
 from adaptive_batching._torchtune.train.stock_keys import check_components, check_kinds, refused_in_one_line
 from adaptive_batching._values import first_line
 
+# Loggers of torch's, each of a level of its own, that say in other words what a process has said
+_TELL_OF_PROCESSES_THAT_ENDED = ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors")
 _LAUNCH = "[torchrun's options] RECIPE --config CONFIG [key=value ...]"
 _FIELDS = """
 
@@ -127,7 +129,8 @@ class _Run(Run):
         if VERBOSE in flags:
             super()._run_cmd(args)
             return
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # tells of each process that ended
+        for told_by in _TELL_OF_PROCESSES_THAT_ENDED:
+            logging.getLogger(told_by).setLevel(logging.CRITICAL)
         try:
             super()._run_cmd(args)
         except ChildFailedError as error:

@@ -270,7 +270,9 @@ def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
 def _tell_torchrun(line: str) -> None:
     """Leave an error for the summary of processes that failed, with which torchrun, and `tune run`, end in a traceback.
 
-    Nothing that a process does keeps its launcher from printing that, but without this it would not have our line.
+    Nothing that a process does keeps its launcher from printing that, but without this it would not have our line: of a
+    process that ends with another status than 0, torch makes a `ChildFailedError` (`SubprocessContext` in
+    `elastic/multiprocessing/api.py`), which `launch_agent` raises, `record` raises again, and nobody catches.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
