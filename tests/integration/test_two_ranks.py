@@ -284,6 +284,7 @@ def test_two_ranks_share_out_steps_and_train_as_one_device(
     assert_as_on_one_device(kind, finished, baseline, monkeypatch)
 
 
+@pytest.mark.slow  # tests/loop/test_two_ranks.py has four ranks, too
 @of_launch("shared_by_4")
 @pytest.mark.parametrize("kind", SHARED)
 def test_four_ranks_share_out_steps_and_train_as_one_device(
