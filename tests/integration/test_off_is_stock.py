@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "full, compiled, profiled": (
         "full", COMPILED, "profiler.enabled=True", "profiler.cpu=True", "profiler.cuda=False",
-        "profiler.profile_memory=True", "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1",
+        "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1",
         "profiler.warmup_steps=1", "profiler.active_steps=2", "profiler.num_cycles=1",
     ),
     "full, without a scheduler, two data sets": ("full", {"lr_scheduler": None, "dataset": TWO_DATA_SETS}),

@@ -13,7 +13,7 @@ import torch
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import QUICKSTART, ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
+from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, SHARED, SHARED_FAULTS, of_shared_steps, same_everywhere
 from tests.support.html import read_page
@@ -284,6 +284,7 @@ def test_two_ranks_share_out_steps_and_train_as_one_device(
     assert_as_on_one_device(kind, finished, baseline, monkeypatch)
 
 
+@pytest.mark.slow  # tests/loop/test_two_ranks.py has four ranks, too
 @of_launch("shared_by_4")
 @pytest.mark.parametrize("kind", SHARED)
 def test_four_ranks_share_out_steps_and_train_as_one_device(
@@ -340,11 +341,11 @@ def test_a_rank_that_ends_while_a_step_is_shared_out_ends_the_others(launched: t
 
 
 def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start ``tune run`` as users do."""
+    """Start ``adaptive-batching run`` as users do."""
     settings = small_run(inputs, output_dir, "dataset.split=train[:32]", "epochs=1", *overrides)
     return subprocess.Popen(
-        [sys.executable, "-c", "from torchtune._cli.tune import main; main()", "run", *launcher,
-         "recipes/full_finetune_distributed.py", "--config", f"{QUICKSTART}/full_single_device.yaml", *settings],
+        [sys.executable, "-m", "adaptive_batching", "run", *launcher, "full_finetune_distributed",
+         "--config", "quickstart/full_single_device", *settings],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -101,6 +101,7 @@ def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
 
 
 @pytest.mark.serial
+@pytest.mark.slow  # the launch of `memory` has a limit that training gets by with
 def test_under_a_real_limit_on_one_rank_a_run_finishes_or_says_what_does_not_fit(inputs: Path, tmp_path: Path) -> None:
     """Gloo gives up after a minute; the launch ends the other rank at once."""
     run_launch(f"limit_{ONE_LIMIT}", inputs, tmp_path)

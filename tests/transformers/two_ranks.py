@@ -51,7 +51,10 @@ OURS = {
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, search="binary_search"),
     "growing": AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=6, max_batch_size=32),
 }
-"""Settings of a run by its name; other names are places where memory runs out once."""
+"""Settings of a run by its name; other names are those of places."""
+
+PLACES = {"recompute": ["recompute"], "places": ["head", "gather", "reduce"]}
+"""Where memory runs out, once in each step after the first: in a layer, or when a collective is issued."""
 
 SAVED_AT = {"growing": 5, "parts": 1}
 """Step of a checkpoint, of the runs that save one."""
@@ -63,6 +66,7 @@ SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {},
     "late": {},
+    "twice": {"num_train_epochs": 2},
     "counted": {"include_num_input_tokens_seen": "non_padding", "num_train_epochs": 2},
     "apart": {"average_tokens_across_devices": False},
     "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
@@ -98,13 +102,14 @@ class ShortLater(transformers.TrainerCallback):  # type: ignore[misc, name-defin
 
 
 class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Runs out of memory on the second rank, once, at the third time that it passes a place after the first step."""
+    """Runs out of memory on the second rank, once, at the third time that it passes a place after a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self._step = step
         self._fails: Iterator[bool] = iter(())  # which stays where it is when a step puts back what it changes
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if RANK == 1 and state.global_step == 1:
+        if RANK == 1 and state.global_step == self._step:
             self._fails = iter((False, False, True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,30 +118,26 @@ class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 
 @contextlib.contextmanager
-def failing_once(trainer: Any, place: str) -> Iterator[None]:
-    """Run out of memory inside, once, at a ``place`` of a sharded model: in a layer, or when a collective is issued."""
-    once, check_room = Once(), fsdp._check_room
+def failing_once(trainer: Any, places: Sequence[str]) -> Iterator[None]:
+    """Run out of memory inside, once at each of ``places`` of a sharded model, and in a step each."""
+    once, check_room = {place: Once(step) for step, place in enumerate(places, 1)}, fsdp._check_room
 
     def in_collective(output: torch.Tensor, given: torch.Tensor) -> None:
-        if (output.numel() > given.numel()) == (place == "gather"):
-            once()
+        once.get("gather" if output.numel() > given.numel() else "reduce", str)()
         check_room(output, given)
 
     def in_recompute(*_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            once()
+            once["recompute"]()
 
-    if place == "recompute":
+    if "recompute" in once:
         trainer.model.model.layers[1].mlp.register_forward_pre_hook(in_recompute)
-    elif place == "head":  # its norm has run, with which it is gathered
-        trainer.model.lm_head.register_forward_hook(once)
-    else:
-        fsdp._check_room = in_collective
-    trainer.add_callback(once)
-    try:
+    if "head" in once:  # its norm has run, with which it is gathered
+        trainer.model.lm_head.register_forward_hook(once["head"])
+    for each in once.values():
+        trainer.add_callback(each)
+    with mock.patch.object(fsdp, "_check_room", in_collective):
         yield
-    finally:
-        fsdp._check_room = check_room
 
 
 @contextlib.contextmanager
@@ -211,15 +212,14 @@ def make(name: str, folder: Path, **more: Any) -> Any:
     if model in OF_TRL:
         return of_trl(model, folder, arguments, settings)
     made = {
-        **dict.fromkeys(("classes", "labelled", "uneven"), trainers.make_classes), "bert": trainers.make_bert,
+        **dict.fromkeys(("labelled", "uneven"), trainers.make_classes), "bert": trainers.make_bert,
         "bloom": lambda: architectures.make("Bloom"),
     }  # fmt: skip
     of_labels = model in ("labelled", "uneven")
-    collator = trainers.collate_labelled if of_labels else trainers.collate
     return trainers.make_trainer(
         folder, arguments, model=made.get(model, trainers.make_llama)(),
         data=(trainers.make_labelled if of_labels else trainers.make_data)(SAMPLES),
-        collator=trainers.collate_classes if model == "classes" else collator,
+        collator=trainers.collate_labelled if of_labels else trainers.collate,
         **{"gradient_accumulation_steps": 2, **settings, **LLAMAS.get(model, {})},
     )  # fmt: skip
 
@@ -248,7 +248,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
             trainer.adaptive.find()
         if model == "late":
             trainer.add_callback(ShortLater(trainer.model))
-        how = failing_once(trainer, ours) if ours not in OURS else contextlib.nullcontext()
+        how = failing_once(trainer, PLACES[ours]) if ours in PLACES else contextlib.nullcontext()
         how = uneven_steps() if model == "uneven" else how
         with comparing(found) if ours == "probed" and strategy == "fsdp" else how:
             trainer.train()
@@ -301,15 +301,14 @@ def runs() -> list[str]:
         "off llama",
         "maximum llama",
         "growing llama",
-        "short classes",
+        "places twice",
         "rows checkpointed",
         "auto bloom",
     ]
-    sharded += [f"{place} llama" for place in ("head", "gather", "reduce")]
     sharded += ["recompute checkpointed", "short float16", "shared counted", "shared labelled", "shared late"]
     if importlib.util.find_spec("trl") is not None:
         ddp += ["stock sft", "short sft", "stock dpo", "shared sft", "shared dpo"]
-        sharded += ["probed sft", "short dpo", "shared sft", "shared dpo"]
+        sharded += ["probed sft", "short dpo", "shared dpo"]
     return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in sharded]
 
 
