@@ -123,7 +123,7 @@ def test_the_command_of_the_pages_is_installed_and_its_commands_have_a_row() -> 
 
 def test_the_rooms_are_there() -> None:
     [tree] = re.findall(
-        r"^```\n(adaptive_batching/.*?)```$", (ROOT / "docs" / "internals.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^```text\n(adaptive_batching/.*?)```$", (ROOT / "docs" / "internals.md").read_text(), re.DOTALL | re.MULTILINE
     )
     for indent, names in re.findall(r"^( {0,4})(\w[\w./, ]*?)(?: {2,}.*)?$", tree, flags=re.MULTILINE):
         for name in names.split(", "):

@@ -267,7 +267,7 @@ def test_a_trainer_of_transformers_trains(tmp_path: Path) -> None:
 
     trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
     trainer.train()
-    assert trainer.adaptive.max_tokens == 24 * trainer.adaptive.probe.batch_size
+    assert trainer.adaptive.max_tokens == 24 * trainer.adaptive.probe.enough
 
 
 @pytest.mark.xdist_group("harness")

@@ -165,8 +165,8 @@ def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
             module.recipe_main()
     except SystemExit as end:
         if end.code:
-            outcome = "clear error" if str(end.code).startswith("error: ") else "exit"
-            return {"outcome": outcome, "message": str(end.code)}
+            outcome = "clear error" if str(end).startswith("error: ") else "exit"
+            return {"outcome": outcome, "message": str(end)}
     except BaseException:
         return {"outcome": "traceback", "message": traceback.format_exc()}
     return {"outcome": "finished", **check(case, steps, output_dir)}

@@ -15,7 +15,7 @@ from tests import conftest
 from tests.conftest import Run, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.html import check_that_it_asks_for_nothing, read_page
-from tests.support.records import PAGE, check_the_schema, documented
+from tests.support.records import check_the_schema, metrics_of_the_page
 
 GROW = [
     "batch_increase_function._component_=adaptive_batching.growth.fixed_increase", "batch_increase_function.increase=4",
@@ -94,7 +94,7 @@ def check_the_metrics(logged: dict[int, dict[str, float]], record: dict[str, Any
     """A logger gets what the record says, under the documented names."""
     epochs = {epoch["epoch"]: epoch["batch_size"] for epoch in record["epoch"]}
     noise = {event["step"]: event["noise_scale"] for event in record["noise"]}
-    ours = set(documented(PAGE.split("## Metrics")[1]))
+    ours = metrics_of_the_page()
     assert set(logged) == {step["step"] for step in record["step"]}
     for step in record["step"]:
         metrics = logged[step["step"]]

@@ -29,6 +29,11 @@ def documented(text: str) -> dict[str, set[str]]:
     return {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in rows}
 
 
+def metrics_of_the_page() -> set[str]:
+    """The names of the metrics that a run logs besides those of stock."""
+    return set(re.findall(r"`(\w+)`", PAGE.split("## Metrics")[1])) - {"metric_logger"}
+
+
 def check_the_schema(record: dict[str, Any]) -> None:
     """Each field of a record stands in the page on it, and no other."""
     fields_of = documented(PAGE.split("## The record")[1].split("## Metrics")[0])

@@ -107,7 +107,7 @@ def test_a_sample_that_does_not_fit_ends_the_run_in_words(tmp_path: Path) -> Non
         ours.train()
     off = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8, recover_from_oom=False))
     OutOfMemory(off.model, 100)
-    with pytest.raises(DoesNotFitError, match=r"set adaptive_batching\.recover_from_oom=True"):
+    with pytest.raises(DoesNotFitError, match=r"set recover_from_oom=True"):
         off.train()
 
 
