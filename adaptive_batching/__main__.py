@@ -112,9 +112,13 @@ def _remedy(rest: Sequence[str], options: Collection[str]) -> str:
     """Say what arguments that are not known were to be: settings of a config, or options with another name."""
     if meant := as_overrides(rest):
         return f"; a setting of a config has no dashes: write {' '.join(meant)}"
-    name = next((argument.partition("=")[0] for argument in rest if argument.startswith("--")), "")
-    match = difflib.get_close_matches(name, options, n=1)
-    return f"; did you mean {match[0]}?" if match else ""
+    return _near(next((argument.partition("=")[0] for argument in rest if argument.startswith("--")), ""), options)
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """Return the end of a message about a name that is not known."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def _run() -> None:
@@ -134,8 +138,7 @@ def _run() -> None:
     if named is not None and named.replace("_", "-") in COMMANDS:
         arguments[arguments.index(named)] = named = named.replace("_", "-")
     elif named is not None:
-        match = difflib.get_close_matches(named, COMMANDS, n=1)
-        parser.error(f"there is no command {named!r}" + (f"; did you mean {match[0]!r}?" if match else ""))
+        parser.error(f"there is no command {named!r}{_near(named, COMMANDS)}")
     for name, add in COMMANDS.items():
         if name in OF_TORCHTUNE and name != named:
             subparsers.add_parser(name, help=OF_TORCHTUNE[name][1])

@@ -1,4 +1,4 @@
-"""What a new user waits for and reads: the quickstart, a script, the set-up of ``micro_batch_size: auto``, and words.
+"""Measure what a new user waits for and reads: quickstart, a script, the set-up of ``micro_batch_size: auto``, pages.
 
     pip install -e .[bench,dev]
     python benchmarks/first_minutes.py               # about 15 minutes on 2 cores

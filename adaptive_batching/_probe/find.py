@@ -59,12 +59,12 @@ class _Search:
     """
 
     def __init__(
-        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks, *,
-        rounds: bool, times: StepTimes | None, suffices: int | None, scratch: Path | None,
+        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks,
+        request: ProbeRequest, times: StepTimes | None, scratch: Path | None,
     ) -> None:  # fmt: skip
-        self._step, self._config, self._meter = step, config, meter
-        self._ranks, self._rounds, self._times, self._scratch = ranks, rounds, times, scratch
-        self._suffices = suffices
+        self._step, self._config, self._meter, self._ranks = step, config, meter, ranks
+        self._request, self._scratch = request, scratch
+        self._times = times if request.may_stop_early else None
         self._num_steps = self._expected_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
@@ -95,7 +95,7 @@ class _Search:
                 is_single_precision = all(weight.dtype == torch.float32 for weight in self._step.model.parameters())
                 trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
                 # On a host, kernels in half precision convert their inputs, in memory that no trace sees.
-                suffices = self._suffices if ranks.all(not avoids or is_single_precision) else None
+                suffices = self._request.suffices if ranks.all(not avoids or is_single_precision) else None
                 if by_curve:
                     self._predict(avoids_failures=avoids)
                     self._expected_steps = 3 if times is None else 2 if suffices is None else 1
@@ -227,7 +227,7 @@ class _Search:
 
     def unrounded_maximum(self, sizes: SizesRun) -> int | None:
         """Return the largest size that is predicted to fit, where larger than the answer, which memory bounds."""
-        if self.traced is None or not self._rounds or sizes.low + 1 == len(sizes.candidates):
+        if self.traced is None or not self._request.rounds or sizes.low + 1 == len(sizes.candidates):
             return None
         curve = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
         rounded, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
@@ -317,10 +317,7 @@ def find_largest(
     start = time.perf_counter()
     meter.release()
     require_room(config, meter, ranks)
-    times = times if request.may_stop_early else None
-    search = _Search(
-        step, config, meter, ranks, rounds=request.rounds, times=times, suffices=request.suffices, scratch=scratch
-    )
+    search = _Search(step, config, meter, ranks, request, times, scratch)
     candidates = candidate_sizes(
         upper,
         powers_of_two=request.rounds,

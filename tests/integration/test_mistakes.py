@@ -152,7 +152,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("dry-run --gpu 4090", ["which command shall run"]),
     ("dry-run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
     ("dry_run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
-    (f"plan {LORA} --gpuu 4090", ["unrecognized arguments: --gpuu 4090; did you mean --gpu?"]),
+    (f"plan {LORA} --gpuu 4090", ["unrecognized arguments: --gpuu 4090; did you mean '--gpu'?"]),
     (f"plan {LORA} --sequence_length many", ["argument --sequence-length: invalid int value: 'many'"]),
     (
         f"run my/full_finetune_single_device.py --config {LORA}",
