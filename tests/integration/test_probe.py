@@ -178,6 +178,7 @@ def test_a_limit_below_what_is_in_use_is_refused_as_such(probes: bool, tune_run:
 
 @pytest.mark.serial
 def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: TuneRun) -> None:
+    tune_run("full", *WIDE, "epochs=1", "max_steps_per_epoch=1", name="before")  # what a process takes once is there
     meter = CpuMeter()
     meter.release()
     limit = meter.used_bytes() + 24 * 2**20
