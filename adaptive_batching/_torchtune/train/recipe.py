@@ -133,9 +133,9 @@ class AdaptiveBatching:
                 context = checkpoints.from_last_checkpoint(cfg)
             elif not cfg.get("enable_async_checkpointing", False):  # these have folders of their own
                 checkpoints.refuse_step_checkpoints(cfg)
-        with context:
-            super().setup(cfg=cfg)  # type: ignore[misc]
         with self._at_work():
+            with context:
+                super().setup(cfg=cfg)  # type: ignore[misc]
             self._settle(cfg, self._report)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
