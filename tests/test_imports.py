@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "values": set(),
     "caching_allocator": set(),
     "config": {"values"},
-    "dry_run": {"caching_allocator", "emulated_device", "gpus", "plan", "report", "shortage", "values"},
+    "dry_run": {"caching_allocator", "emulated_device", "gpus", "plan", "report", "shortage", "step_time", "values"},
     "emulated_device": {"values"},
     "environment": {"caching_allocator", "ranks", "trace", "values"},
     "device": set(),
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "patches": set(),
     "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
     "ranks": {"out_of_memory", "values"},
-    "gpus": {"trace", "values"},
+    "gpus": {"values"},
     "growth": {"values"},
     "kept_values": {"out_of_memory", "values"},
     "loop": {"config", "device", "evidence", "probe", "ranks", "snapshot", "step", "trace", "values"} | MEMORY,
@@ -43,8 +43,9 @@ MAY_IMPORT = {
     "report": {"growth", "step", "probe", "values"},
     "shortage": {"values"},
     "snapshot": {"device", "kept_values", "values"},
+    "step_time": {"gpus"},
     "step": {"device", "evidence", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
-    "trace": {"caching_allocator", "device", "ranks", "snapshot"},
+    "trace": {"caching_allocator", "device", "ranks", "snapshot", "step_time"},
     "unused_memory": {"out_of_memory"},
     "without_chance": set(),
 }
@@ -52,12 +53,13 @@ PURE = {
     room + name
     for room, names in {
         "": "config gpus patches plan shortage values",
-        "dry_run/": "answer ends history picture",
+        "dry_run/": "answer calibration ends history picture process_work times",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule controller increase learning_rate_scale noise_scale schedules",
         "step/": "split fastest forward_cost limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
+        "step_time/": "forecast seconds work",
         "trace/": "allocator reserved traced_step",
         "transformers/": "arguments epoch_schedule",
     }.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 from collections.abc import Sequence
@@ -10,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._dry_run.ends import condition_on_a_value
+from adaptive_batching._dry_run.process_work import ProcessWork, read_works
+from adaptive_batching._dry_run.times import time_as_object, time_in_words
+from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, outside_of_allocator
+from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of
+from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, seconds_of_step
+from adaptive_batching._step_time.work import StepWork
 from adaptive_batching._values import DRY_RUN, memory_size
 
 VERSION = 1
@@ -35,6 +42,7 @@ class Card:
     name: str
     memory_bytes: int
     context_bytes: int  # that CUDA takes of it
+    gpu: Gpu | None = None  # what is known of it, if it was named
 
     def __str__(self) -> str:
         return f"{self.name} ({memory_size(self.memory_bytes)})"
@@ -59,6 +67,50 @@ class DryRun:
     processes: Sequence[dict[str, Any]]  # as `watch` writes them, those alone that asked for a device
     errors: Sequence[dict[str, Any]] = ()  # that ended processes
     condition: str | None = None  # line of the script, or callback, that ended training because of a value
+    notes_work: bool = False  # if it was to be noted what a step asks of its device
+    works: Sequence[ProcessWork] = ()  # which of each process
+    correction: Correction = UNCORRECTED
+
+    @functools.cached_property
+    def forecast(self) -> Forecast | None:
+        """How long a step takes, which is as long as that of the slowest process; None if it is not known."""
+        gpu = self.card.gpu
+        fits = self.answer in (Answer.FITS, Answer.TIGHT)
+        if gpu is None or not fits or not self.works or self.work_trouble is not None:
+            return None
+        steps = [(seconds_of_step(one.work, gpu, self.correction), one) for one in self.works]
+        step, slowest = max(steps, key=lambda pair: pair[0].seconds)
+        devices = max(slowest.ranks, len(self.works))
+        each = devices / len(self.works)  # of a group that is not real, one process runs for all
+        batches = slowest.counts.batches
+        return Forecast(
+            step, kind_of(slowest.work, step, devices), devices,
+            samples=round(each * sum(one.counts.samples for one in self.works)),
+            tokens=round(each * sum(one.counts.tokens for one in self.works)),
+            steps_in_epoch=slowest.counts.batches_in_epoch / batches if batches else None,
+        )  # fmt: skip
+
+    @property
+    def slowest_work(self) -> StepWork | None:
+        """What a step of the process asks that takes longest."""
+        gpu = self.card.gpu
+        works = [] if gpu is None else [(seconds_of_step(one.work, gpu).seconds, one.work) for one in self.works]
+        return max(works, key=lambda pair: pair[0])[1] if works else None
+
+    @property
+    def work_trouble(self) -> str | None:
+        return next((one.trouble for one in self.works if one.trouble is not None), None)
+
+    @property
+    def why_no_time(self) -> str:
+        """Return why `forecast` is None where the steps fit."""
+        if not self.steps:
+            return "no optimizer of torch.optim took a step"
+        if not self.works:
+            return f"it is noted in one step more, and the script ended before; --steps {max(self.steps - 1, 1)}"
+        if self.work_trouble is not None:
+            return f"not all that the step asks was seen ({self.work_trouble})"
+        return "of this card only the memory is; name one with --gpu, or describe one with --card"
 
     @property
     def worst(self) -> dict[str, Any] | None:
@@ -184,12 +236,16 @@ def processes_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def read_dry_run(folder: Path, card: Card, ending: Ending) -> DryRun:
+def read_dry_run(folder: Path, card: Card, ending: Ending, *, notes_work: bool = False) -> DryRun:
     """Read what the processes of a script have left in a folder."""
     processes = processes_in(folder)
     errors = [process["error"] for process in processes if process["error"] is not None]
     errors.sort(key=lambda error: str(error["text"]).startswith(_OF_LAUNCHERS))
-    run = DryRun(card, ending, [process for process in processes if process["peaks"]], errors)
+    on_device = [process for process in processes if process["peaks"]]
+    run = DryRun(card, ending, on_device, errors, notes_work=notes_work, works=read_works(folder))
+    if notes_work and run.training and all(process["stopped"] for process in run.training):
+        # It has taken the steps that count. The one more in which its work is noted changes no answer, however it ends.
+        run = replace(run, ending=Ending(0, interrupted=False, seconds=ending.seconds))
     return replace(run, condition=_condition(run))
 
 
@@ -214,7 +270,7 @@ def _condition(run: DryRun) -> str | None:
     return None
 
 
-def as_object(run: DryRun) -> dict[str, Any]:
+def as_object(run: DryRun, length: RunLength = NO_LENGTH) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     worst = run.worst or {"peaks": {}, "steps": [], "out_of_memory": []}
     return {
@@ -235,6 +291,7 @@ def as_object(run: DryRun) -> dict[str, Any]:
         "failed_allocation": run.failure,
         "peak": {key: value for key, value in worst.get("history", {}).items() if key not in ("points", "steps_end")},
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
+        "time": None if run.forecast is None else time_as_object(run.forecast, length, run.correction),
         "processes": len(run.processes),
         "error": run.errors[0]["text"] if run.errors else None,
         "exit_code": run.ending.exit_code,
@@ -242,7 +299,7 @@ def as_object(run: DryRun) -> dict[str, Any]:
     }
 
 
-def in_words(run: DryRun) -> list[str]:
+def in_words(run: DryRun, length: RunLength = NO_LENGTH) -> list[str]:
     """Return the answer in lines."""
     worst, seconds = run.worst, f"{run.ending.seconds:.0f} s"
     steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
@@ -262,6 +319,10 @@ def in_words(run: DryRun) -> list[str]:
         step = worst["steps"][-1]
         asked = [f"{word} {step[name]:,}" for name, word in _ASKED.items()]
         lines.append(_row("a step", ", ".join([*asked, f"copies {sum(step[name] for name in _COPIES):,}"])))
+    if run.forecast is not None:
+        lines += [_row(*line) for line in time_in_words(run.forecast, length)]
+    elif run.answer in (Answer.FITS, Answer.TIGHT) and run.notes_work:
+        lines.append(_row("time", f"not known: {run.why_no_time}"))
     if run.failure is None:
         lines += _how_it_ended(run)
     if run.survived:

@@ -14,11 +14,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._dry_run import FOLDER, STEPS
-from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, processes_in, read_dry_run
+from adaptive_batching._dry_run import FOLDER, STEPS, TIME
+from adaptive_batching._dry_run.answer import (
+    VERSION,
+    Card,
+    DryRun,
+    Ending,
+    as_object,
+    in_words,
+    processes_in,
+    read_dry_run,
+)
+from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
+from adaptive_batching._dry_run.times import Column, compare
 from adaptive_batching._emulated_device import (
     MOST_DEVICES,
     BuildError,
@@ -26,15 +38,19 @@ from adaptive_batching._emulated_device import (
     parse_capability,
     write_nvidia_smi,
 )
-from adaptive_batching._gpus import find_gpus
+from adaptive_batching._gpus import Gpu, find_gpus, read_card
 from adaptive_batching._plan import gpu_memory
+from adaptive_batching._step_time.forecast import RunLength
+from adaptive_batching._step_time.seconds import Correction
 from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code
 GRACE = 10  # seconds that a script has to end after an interrupt
 HINT = 20  # seconds without a step after which a user hears of it
+BATCH_SIZE = "{batch_size}"  # in a command, for each of --batch-sizes
 _EXAMPLES = """examples:
   {prog} --gpu 4090 -- python train.py --batch-size 8
+  {prog} --gpu 4090 --gpu H100 --price 0.4 --price 2.5 --epochs 3 -- python train.py
   {prog} --gpu H100 --devices 8 -- torchrun --nproc_per_node 8 train.py
   {prog} --gpu A100 lora_finetune_single_device --config llama3_1/8B_lora_single_device
 
@@ -48,8 +64,8 @@ CommandOfRecipe = Callable[[Sequence[str], Path, int, int | None], list[str]]
 def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) -> None:
     """Add ``dry-run``."""
     text = (
-        "Run a training script, or a recipe, on an emulated GPU: say whether it fits, what takes the memory, and "
-        "where. Needs Linux on x86-64, a CUDA build of torch and a C++ compiler, and no GPU."
+        "Run a training script, or a recipe, on an emulated GPU: say whether it fits, what takes the memory and where, "
+        "how long a step takes and why. Needs Linux on x86-64, a CUDA build of torch and a C++ compiler, and no GPU."
     )
     parser = subparsers.add_parser(
         "dry-run", prog=f"{prog} dry-run", help=text.split(":")[0] + ".", description=text,
@@ -57,8 +73,14 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
         "       %(prog)s (--gpu NAME | --memory 24GiB) [options] RECIPE --config CONFIG [key=value ...]",
         epilog=_EXAMPLES.format(prog=f"{prog} dry-run"), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    card = parser.add_mutually_exclusive_group(required=True)
-    card.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 4090 or 'h100 80gb'")
+    card = parser.add_argument_group("card")
+    card.add_argument(
+        "--gpu", metavar="NAME", action="append", default=[],
+        help="a GPU by name, such as 4090 or 'h100 80gb'; several --gpu give a table",
+    )  # fmt: skip
+    card.add_argument(
+        "--card", metavar="FILE", action="append", default=[], type=Path, help="a GPU of your own, described in JSON"
+    )
     card.add_argument("--memory", metavar="24GiB", help="memory of the card; a plain number such as 24 is GiB")
     parser.add_argument("--capability", metavar="8.9", help="compute capability (default: that of --gpu, or 8.0)")
     parser.add_argument("--devices", type=int, metavar="N", help="cards (default: 1, or torchrun's --nproc_per_node)")
@@ -69,6 +91,25 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
         "--max-seconds", type=float, default=300, metavar="S",
         help="stop a script that takes no step for so long (default: 300)",
     )  # fmt: skip
+    parser.add_argument(
+        "--batch-sizes", metavar="4,8,16", help="compare these: '{batch_size}' in COMMAND, batch_size of a recipe"
+    )
+    times = parser.add_argument_group("time")
+    times.add_argument("--no-time", dest="time", action="store_false", help="do not say how long a step takes")
+    whole = times.add_mutually_exclusive_group()
+    whole.add_argument("--epochs", type=float, metavar="N", help="epochs of the whole run, for its hours")
+    whole.add_argument("--steps-in-all", type=int, metavar="N", help="or its optimizer steps")
+    whole.add_argument("--tokens", type=float, metavar="N", help="or its tokens, padding included, such as 1e9")
+    times.add_argument(
+        "--price", type=float, metavar="1.99", action="append", default=[],
+        help="of an hour of one GPU, for the cost: one for all, or one for each --gpu in their order",
+    )  # fmt: skip
+    of_card = times.add_mutually_exclusive_group()
+    of_card.add_argument(
+        "--calibrate", type=Path, metavar="RECORD",
+        help="record of a run of COMMAND on this GPU (report.jsonl): correct by what it took",
+    )  # fmt: skip
+    of_card.add_argument("--correction", metavar="card=1.07", help="the correction that --calibrate has said")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="of a recipe: tokens of each sample")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the script prints to stderr")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page of HTML about it")
@@ -78,54 +119,122 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
 
 def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
     try:
-        with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-            run = _dry_run(args, command_of_recipe, Path(folder))
+        args.devices = _devices(args)
+        columns, correction = _columns(args), _checked(args)
+        runs: list[DryRun] = []
+        for number, column in enumerate(columns):
+            if len(columns) > 1:
+                print(f"dry-run: {column.name} ({number + 1} of {len(columns)})", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+                run = _dry_run(args, column, command_of_recipe, Path(folder))
+            if args.calibrate is not None and not runs:
+                correction = corrected_by(args.calibrate, run)
+            runs.append(replace(run, correction=correction))
         if args.page is not None:
             from adaptive_batching._dry_run.picture import write_page
 
-            write_page(run, args.page, args.command)
+            write_page(columns, runs, args.page, args.command)
     except (BuildError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}; name another file", file=sys.stderr)
         return MISTAKE
-    print(json.dumps(as_object(run)) if args.json else "\n".join(["", *in_words(run)]))
-    return run.answer.value
+    said = [] if args.calibrate is None else [f"  corrected by {args.calibrate}: --correction {as_option(correction)}"]
+    if len(columns) == 1:
+        shown, lines = as_object(runs[0], columns[0].length), in_words(runs[0], columns[0].length)
+    else:
+        shown, lines = compare(columns, runs)
+        shown = {"version": VERSION, **shown}
+    print(json.dumps(shown) if args.json else "\n".join(["", *lines, *said]))
+    return min(runs, key=lambda run: run.card.memory_bytes).answer.value
 
 
-def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
-    args.devices = _devices(args)
-    device, card = _device(args)
-    for name in ("steps", "sequence_length"):
+def _columns(args: argparse.Namespace) -> list[Column]:
+    """Return the cards, or the sizes on one card, that are to be compared; most often it is one."""
+    cards: list[Gpu | None] = [min(find_gpus(name), key=lambda gpu: gpu.memory_bytes) for name in args.gpu]
+    cards += [read_card(path) for path in args.card]
+    if bool(cards) == (args.memory is not None):
+        raise ConfigError("give the card by --gpu, --card or --memory" + (", one of them" if cards else ""))
+    cards = cards or [None]
+    if args.price and len(args.price) not in (1, len(cards)):
+        raise ConfigError(f"--price is given {len(args.price)} times for {len(cards)} cards; give one, or one for each")
+    prices = args.price * len(cards) if len(args.price) == 1 else args.price or [None] * len(cards)
+    lengths = [RunLength(args.epochs, args.steps_in_all, args.tokens, price) for price in prices]
+    if args.batch_sizes is None:
+        return [
+            Column(card.name if card else f"--memory {args.memory}", card, length, None)
+            for card, length in zip(cards, lengths, strict=True)
+        ]
+    if len(cards) > 1:
+        raise ConfigError(f"--batch-sizes {args.batch_sizes} are compared on one card, and {len(cards)} are given")
+    try:
+        sizes = [int(size) for size in args.batch_sizes.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch-sizes {args.batch_sizes} must be numbers from 1 on, such as 4,8,16")
+    return [Column(f"batch size {size}", cards[0], lengths[0], size) for size in sorted(sizes)]
+
+
+def _checked(args: argparse.Namespace) -> Correction:
+    """Refuse numbers and files that cannot be, before anything runs; return the correction that is given."""
+    for name in ("steps", "sequence_length", "steps_in_all"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if not args.max_seconds > 0:
-        raise ConfigError(f"--max-seconds {args.max_seconds:g} must be more than 0")
+    for name in ("max_seconds", "epochs", "tokens"):
+        if (value := getattr(args, name)) is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g} must be more than 0")
+    if wrong := [price for price in args.price if not price > 0]:
+        raise ConfigError(f"--price {wrong[0]:g} must be more than 0")
     if args.page is not None and not args.page.absolute().parent.is_dir():
         raise ConfigError(f"--page {args.page}: there is no folder {args.page.absolute().parent}")
+    if args.calibrate is not None and not args.calibrate.is_file():
+        raise ConfigError(f"--calibrate {args.calibrate}: there is no such file; a run writes report.jsonl")
+    asked = [name for name in ("epochs", "steps_in_all", "tokens", "calibrate", "correction") if getattr(args, name)]
+    asked += ["price"] if args.price else []
+    if asked and (args.whole or not args.time):
+        why = "--whole" if args.whole else "--no-time"
+        raise ConfigError(f"--{asked[0].replace('_', '-')} has no effect with {why}, which tells no time")
+    return read_correction(args.correction)
+
+
+def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
+    device, card = _device(args, column.gpu)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
-    if is_recipe := args.command[0] != "--" and shutil.which(command[0]) is None:
+    is_recipe = args.command[0] != "--" and shutil.which(command[0]) is None
+    if column.batch_size is not None:
+        command = _at_batch_size(command, column.batch_size, is_recipe=is_recipe)
+    if is_recipe:
         command = command_of_recipe(command, folder, args.devices, args.sequence_length)
     notes = folder / "processes"
     notes.mkdir()
     steps = sys.maxsize if args.whole else args.steps
     write_nvidia_smi(folder / "bin")
     environment = _environment(device.environment(os.environ), notes, steps, folder / "bin")
+    if args.time and not args.whole:
+        environment[TIME] = "1"
     ending = _end_of(command, environment, notes, args.max_seconds, to_stderr=args.json)
     if is_recipe and ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which
-    return read_dry_run(notes, card, ending)
+    return read_dry_run(notes, card, ending, notes_work=TIME in environment)
 
 
-def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
+def _at_batch_size(command: list[str], size: int, *, is_recipe: bool) -> list[str]:
+    if any(BATCH_SIZE in part for part in command):
+        return [part.replace(BATCH_SIZE, str(size)) for part in command]
+    if not is_recipe:
+        raise ConfigError(f"--batch-sizes needs {BATCH_SIZE} in the command, such as: --batch-size {BATCH_SIZE}")
+    return [*command, f"batch_size={size}"]
+
+
+def _device(args: argparse.Namespace, gpu: Gpu | None) -> tuple[EmulatedDevice, Card]:
     """Return the device that the command line asks for: of a name that is several cards, the smallest."""
     capability, processors = (8, 0), 108
     device_name = "emulated device"
-    if args.gpu is not None:
-        gpu = min(find_gpus(args.gpu), key=lambda gpu: gpu.memory_bytes)
+    if gpu is not None:
         name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
         device_name = gpu.device_name
     else:
@@ -135,7 +244,7 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
     device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors, name=device_name)
-    return device, Card(name, memory, device.context_bytes)
+    return device, Card(name, memory, device.context_bytes, gpu)
 
 
 def _devices(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ MOST_HOLDERS = 10
 MOST_POINTS = 400  # of the picture
 
 _HERE = Path(__file__).parents[1]
-_OURS = (str(_HERE / "_emulated_device"), str(_HERE / "_dry_run"))
+_OURS = tuple(str(_HERE / room) for room in ("_emulated_device", "_dry_run", "_step_time"))
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _OPTIMIZERS = (
@@ -248,6 +248,11 @@ def place(frames: Sequence[Frame]) -> str:
     if innermost is None:
         return "compiled backward pass" if len(written) < len(ours) else line_of(ours[0])
     return line_of(innermost) + (", compiled" if _GENERATED.search(ours[0]["filename"]) else "")
+
+
+def is_of_torch(file: str) -> bool:
+    """True for code of torch, for what Inductor has written, and for what watches."""
+    return file.startswith((*_OURS, "<")) or _TORCH in file or _GENERATED.search(file) is not None
 
 
 def line_of_script(frames: Sequence[Frame]) -> str | None:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from adaptive_batching._dry_run.process_work import Counts
+
 MOST_BATCHES = 4  # that loaders handed out last: some fetch a batch ahead
 ROUNDING = 2 * 2**20  # bytes, to whose multiples the allocator asks for memory
 Sizes = dict[str, tuple[int, ...]]
@@ -38,6 +40,10 @@ class Inputs:
         self._most: Sizes = {}
         self._most_of_batches: Sizes = {}  # but the last
         self._batches: deque[Batch] = deque(maxlen=MOST_BATCHES)
+        self._samples = self._tokens = self._handed_out = self._in_epoch = 0
+
+    def counts(self) -> Counts:
+        return Counts(self._samples, self._tokens, self._handed_out, self._in_epoch)
 
     def begin(self) -> None:
         register_module_forward_pre_hook(self._note)
@@ -60,6 +66,9 @@ class Inputs:
 
     def _note_batch(self, loading: Any, batch: Any) -> None:
         index = loading.__dict__["_dry_run_indices"].popleft()
+        self._handed_out += 1
+        with contextlib.suppress(TypeError):  # a sampler without a length
+            self._in_epoch = len(loading._index_sampler)
         if self._batches:
             _note_most(self._batches[-1].sizes, self._most_of_batches)
         self._batches.append(_batch([*index] if isinstance(index, (list, tuple)) else [index], batch))
@@ -69,7 +78,16 @@ class Inputs:
             return
         if threading.current_thread() is threading.main_thread() and torch.is_grad_enabled():
             kwargs = sys._getframe(1).f_locals.get("kwargs")  # which a hook of all modules is not given
-            self._now = _sizes({**dict(enumerate(args)), **(kwargs if isinstance(kwargs, dict) else {})})
+            given = {**dict(enumerate(args)), **(kwargs if isinstance(kwargs, dict) else {})}
+            self._now = _sizes(given)
+            self._count(list(_tensors(given).values()))
+
+    def _count(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count the rows of a forward pass, and its tokens: the first matrix of whole numbers."""
+        tokens = next((x for x in tensors if x.dim() == 2 and not x.is_floating_point()), None)
+        counted = next(iter(tensors), None) if tokens is None else tokens
+        self._samples += 0 if counted is None or not counted.dim() else counted.shape[0]
+        self._tokens += 0 if tokens is None else tokens.numel()
 
     def end_pass(self) -> None:
         """Note that what was noted has run."""

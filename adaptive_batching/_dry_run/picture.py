@@ -1,4 +1,4 @@
-"""The page of a dry run: one file of HTML that asks nothing of a network, and needs no scripts."""
+"""The page of dry runs: one file of HTML that asks nothing of a network, and needs no scripts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 from adaptive_batching._dry_run.answer import DryRun, in_words
 from adaptive_batching._dry_run.history import CATEGORIES
+from adaptive_batching._dry_run.times import Column, compare
 from adaptive_batching._report.page import asset
 from adaptive_batching._report.sections import Html, some, table, tag
+from adaptive_batching._step_time.forecast import Forecast, in_seconds
+from adaptive_batching._step_time.seconds import LIMITS, largest_lines
 from adaptive_batching._values import memory_size
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart
 _COLOURS = 8  # of the style sheet
+_BAR = 32  # height of the bar of a step's time
 _STYLE = """
 svg.memory { width: 100%; height: auto; } svg.memory text { fill: var(--soft); font-size: 12px; }
 svg.memory .axis { stroke: var(--line); }
@@ -25,22 +29,18 @@ svg.memory .reserved { fill: none; stroke: var(--ink); stroke-width: 1.2; }
 """
 
 
-def write_page(run: DryRun, output: Path, command: Sequence[str]) -> None:
-    """Write the page of a dry run; OSError if the file cannot be written."""
+def write_page(columns: Sequence[Column], runs: Sequence[DryRun], output: Path, command: Sequence[str]) -> None:
+    """Write the page of one dry run, or of several that are compared; OSError if the file cannot be written."""
     typed = shlex.join(command[1:] if command[:1] == ["--"] else command)
-    said = in_words(run)
-    failure = [tag("pre", "\n".join(run.failure["stack"]), class_="error")] if run.failure else []
-    history = (run.worst or {}).get("history") or {"points": [], "categories": {}, "holders": []}
-    parts = [
-        ("answer", "", [tag("pre", "\n".join(said))]),
-        ("memory", "Memory over the run", _chart(run, history["points"], history.get("steps_end", ()))),
-        ("holders", "What held it at the peak", _holders(history)),
-        ("failure", "Where it failed", failure),
-        ("asked", "What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
-    ]
-    body = [tag("section", *some("h2", heading), *contents, id=name) for name, heading, contents in parts if contents]
-    head = tag("title", f"{run.answer}: {run.card.name}") + tag("style", asset("page.css"), Html(_STYLE))
-    header = tag("header", tag("h1", f"Dry run: {run.answer}"), tag("p", tag("code", typed), f" on {run.card}"))
+    body, answers = [], ", ".join(dict.fromkeys(str(run.answer) for run in runs))
+    if len(runs) > 1:
+        body.append(tag("section", tag("pre", "\n".join(compare(columns, runs)[1])), id="compared"))
+    for column, run in zip(columns, runs, strict=True):
+        name = tag("h2", column.name) if len(runs) > 1 else Html("")
+        body += [name, *_sections(column, run)]
+    cards = ", ".join(dict.fromkeys(str(run.card) for run in runs))
+    head = tag("title", f"{answers}: {cards}") + tag("style", asset("page.css"), Html(_STYLE))
+    header = tag("header", tag("h1", f"Dry run: {answers}"), tag("p", tag("code", typed), f" on {cards}"))
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
@@ -48,6 +48,48 @@ def write_page(run: DryRun, output: Path, command: Sequence[str]) -> None:
         f'content="light dark">{head}</head><body><main>{header}{"".join(body)}</main></body></html>'
     )
     output.write_text(page, encoding="utf-8", errors="replace")
+
+
+def _sections(column: Column, run: DryRun) -> list[Html]:
+    failure = [tag("pre", "\n".join(run.failure["stack"]), class_="error")] if run.failure else []
+    history = (run.worst or {}).get("history") or {"points": [], "categories": {}, "holders": []}
+    parts = [
+        ("answer", "", [tag("pre", "\n".join(in_words(run, column.length)))]),
+        ("memory", "Memory over the run", _chart(run, history["points"], history.get("steps_end", ()))),
+        ("time", "Time of a step", [] if run.forecast is None else _time(run.forecast)),
+        ("holders", "What held it at the peak", _holders(history)),
+        ("failure", "Where it failed", failure),
+        ("asked", "What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
+    ]
+    return [tag("section", *some("h2", heading), *contents, id=name) for name, heading, contents in parts if contents]
+
+
+def _time(forecast: Forecast) -> list[Html]:
+    """Draw what a step's seconds are spent on, as one bar, with the lines of code that take most."""
+    step, drawn, keys, x = forecast.step, [], [], 0.0
+    for name, share in forecast.shares():
+        colour = [*LIMITS.values()].index(name) % _COLOURS
+        title = tag("title", f"{name}: {in_seconds(share * step.seconds)}, {100 * share:.0f} %")
+        width = share * _WIDTH
+        drawn.append(
+            f'<rect x="{x:.1f}" width="{width:.1f}" y="0" height="{_BAR}" fill="var(--c{colour})" fill-opacity="0.75">'
+            f"{title}</rect>"
+        )
+        x += width
+        keys.append(tag("li", tag("span", class_=f"key c{colour}"), tag("span", f"{name}, {100 * share:.0f} %")))
+    label = f"{in_seconds(step.seconds)} of a step, by what they are spent on"
+    size = f"0 0 {_WIDTH} {_BAR}"
+    bar = tag("svg", Html("".join(drawn)), viewBox=size, class_="memory", role="img", aria_label=label)
+    lines = [
+        [where, LIMITS[limit], in_seconds(seconds), f"{100 * seconds / step.seconds:.0f} %"]
+        for limit, of_limit in step.lines.items()
+        for where, seconds in largest_lines(of_limit)
+    ]
+    lines.sort(key=lambda line: -int(line[3].split()[0]))
+    return [
+        tag("ul", *keys, class_="keys"), tag("figure", bar), tag("p", label, class_="hint"),
+        table(["line", "spent on", "time", "share"], lines, words=[0, 1]),
+    ]  # fmt: skip
 
 
 def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[int]) -> list[Html]:

@@ -24,7 +24,7 @@ from adaptive_batching._values import memory_size
 
 MOST_LINES = 200  # that read values and are remembered
 _HERE = Path(__file__).parents[1]
-_WATCHERS = (str(_HERE / "_dry_run"), str(_HERE / "_emulated_device"))
+_WATCHERS = tuple(str(_HERE / room) for room in ("_dry_run", "_emulated_device", "_step_time"))
 _READERS = ("_local_scalar_dense", "_to_copy")  # item(), float(), if loss < 1; and cpu(), tolist(), numpy()
 
 Lines = list[tuple[str, int]]

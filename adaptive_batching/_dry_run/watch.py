@@ -34,8 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from adaptive_batching._caching_allocator import allocator_advice, workspace_bytes
-from adaptive_batching._dry_run import FOLDER, STEPS
+from adaptive_batching._dry_run import FOLDER, STEPS, TIME
 from adaptive_batching._dry_run.errors import describe_error, write_process
+from adaptive_batching._dry_run.extra_step import ExtraStep
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
@@ -61,7 +62,7 @@ EVERY = 1.0  # seconds after which peaks are written down, in case the process i
 def start() -> None:
     """Watch this process, if the environment asks for it."""
     if FOLDER in os.environ:
-        Watch(Path(os.environ[FOLDER]), int(os.environ[STEPS])).begin()
+        Watch(Path(os.environ[FOLDER]), int(os.environ[STEPS]), notes_work=TIME in os.environ).begin()
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +81,7 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 class Watch:
     """Watches one process of a script, and keeps what it has seen."""
 
-    def __init__(self, folder: Path, most_steps: int) -> None:
+    def __init__(self, folder: Path, most_steps: int, *, notes_work: bool) -> None:
         self._folder, self._most_steps, self._process = folder, most_steps, os.getpid()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -101,6 +102,7 @@ class Watch:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that have a step
         self._script = ScriptNotes(self._before_pass, self._after_pass)
         self._stopped = False  # by this watch, after as many steps as were asked for
+        self._extra_step = ExtraStep(folder, self._inputs) if notes_work else None
         self._writing = threading.RLock()
         self._is_written = False  # in full
 
@@ -115,6 +117,8 @@ class Watch:
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
         self._begin_script()
         self._watch_graphs()
+        if self._extra_step is not None:
+            self._extra_step.begin()
         atexit.register(self._end)
         Finalize(None, self._end, exitpriority=0)  # of a process that multiprocessing has started: atexit is not run
         of_script = sys.excepthook
@@ -159,6 +163,8 @@ class Watch:
     @_harmless
     def _after_pass(self) -> None:
         self._inputs.end_pass()
+        if self._extra_step is not None:
+            self._extra_step.start_if_due()
         if _uses_device() and not self._script.optimizers:  # whose steps would be the moments to look at
             self._label()
 
@@ -198,13 +204,19 @@ class Watch:
     @_harmless
     def _end_step(self) -> None:
         self._is_ending = False
+        if self._stopped:
+            self._stop_with_work()
         self._label()
         self._ends_us.append(_now_us())
         self._starts.note(torch.cuda.memory_allocated())
         self._counters.append(control.counters())
         self._write(ended=False)
         if len(self._ends_us) >= self._most_steps:
-            self._stop()
+            if self._extra_step is None:
+                self._stop()
+            else:
+                self._conclude()
+                self._extra_step.start()
 
     @_harmless
     def _watch_graphs(self) -> None:
@@ -227,12 +239,25 @@ class Watch:
         torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
         torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
 
-    def _stop(self) -> None:
-        """End the process: what there is to know of it is known."""
-        torch.cuda.synchronize()  # other processes may wait for a collective of this one
+    def _stop_with_work(self) -> None:
+        try:
+            if self._extra_step is not None:
+                self._extra_step.end(_rank())
+        finally:
+            self._stop()
+
+    def _conclude(self) -> None:
+        """Write all that is known of memory: whatever follows does not change it."""
         self._stopped = True
         self._label()
         self._write(ended=True)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _stop(self) -> None:
+        """End the process: what there is to know of it is known."""
+        torch.cuda.synchronize()  # other processes may wait for a collective of this one
+        if not self._stopped:
+            self._conclude()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

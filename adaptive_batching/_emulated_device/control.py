@@ -47,6 +47,25 @@ def counters() -> Counters:
     return Counters(*numbers)
 
 
+def started_and_waited() -> tuple[int, int]:
+    """Return how many kernels, products and copies within the device were started so far, and how often waited for."""
+    numbers = _numbers()
+    _library().emulated_counters(numbers)
+    return numbers[_KERNELS] + numbers[_PRODUCTS] + numbers[_COPIES], numbers[_WAITS]
+
+
+@cache
+def _numbers() -> ctypes.Array[ctypes.c_long]:
+    numbers: ctypes.Array[ctypes.c_long] = (ctypes.c_long * _library().emulated_number_of_counters())()
+    return numbers
+
+
+_KERNELS, _PRODUCTS, _COPIES, _WAITS = (
+    [field.name for field in fields(Counters)].index(name)
+    for name in ("kernels", "products", "copies_within", "synchronizations")
+)
+
+
 def settle(stream: int, milliseconds: int) -> None:
     """Wait for the copies and collectives that are pending on a stream, for so long at most; it counts as no wait."""
     _tell("settle", stream, milliseconds)

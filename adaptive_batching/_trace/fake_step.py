@@ -34,10 +34,10 @@ from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
-def record(step: TrainingStep, batch: Any, device: torch.device) -> StepRecord:
+def record(step: TrainingStep, batch: Any, device: torch.device, *, notes_work: bool = False) -> StepRecord:
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
     with _without_launches():
-        return _record(step, batch, device)
+        return _record(step, batch, device, notes_work)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _without_launches() -> Iterator[None]:
         yield
 
 
-def _record(step: TrainingStep, batch: Any, device: torch.device) -> StepRecord:
+def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bool) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.
@@ -86,7 +86,7 @@ def _record(step: TrainingStep, batch: Any, device: torch.device) -> StepRecord:
             # Compiles or finds out how to distribute, and leaves behind what later steps do not make again.
             run(earlier)
             gc.collect()
-    recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
+    recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda, notes_work=notes_work)
     recorder.hold(kept, WEIGHTS, counts=not on_host)
     recorder.hold(model.buffers(), WEIGHTS)
     recorder.hold(state_tensors(optimizers), STATES, counts=not on_host)

@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from adaptive_batching._caching_allocator import workspace_bytes
+from adaptive_batching._step_time.operations import ON_CPU, expected_launches, operation, tensors_of
+from adaptive_batching._step_time.work import Operation
 from adaptive_batching._trace.traced_step import (
     ACTIVATIONS,
     BACKWARD,
@@ -45,10 +47,6 @@ _aten = torch.ops.aten
 # Operations that need a handle of cuBLAS.
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
-_ON_CPU: dict[Any, Any] = {  # stands in for flash attention where there is no CUDA
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
-}
 _THREADS = 132 * 2048  # of an H100 at once, where the device is not known; most others have fewer
 _WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
 
@@ -73,7 +71,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     stream = 0  # on which is allocated now; 0 for the main one
     label: str | None = None  # kind of what is allocated now; None for what the moment and the shape say
 
-    def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu", *, on_cuda: bool = False) -> None:
+    def __init__(
+        self,
+        vocabulary: Iterable[int] = (),
+        device_type: str = "cpu",
+        *,
+        on_cuda: bool = False,
+        notes_work: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary, self._device_type, self._on_cuda = frozenset(vocabulary), device_type, on_cuda
         self._tracker = StorageTracker()
@@ -84,6 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._equality: weakref.ref[Any] | None = None  # last result of a comparison of two numbers
         self._in_optimizer = False
         self._depth = 0  # of modules whose forward runs
+        self._notes_work = notes_work
         self.begin()
 
     def begin(self, *, kept_bytes: int = 0) -> None:
@@ -92,6 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept_bytes = kept_bytes
         self._flops = self._recomputed_flops = self._attention_flops = 0
         self._moment = BETWEEN
+        self._work: list[Operation] = []
 
     @property
     def current_bytes(self) -> int:
@@ -99,7 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self) -> StepRecord:
         flops = dict(flops=self._flops, recomputed_flops=self._recomputed_flops, attention_flops=self._attention_flops)
-        return self._tracker.record(kept_bytes=self._kept_bytes, **flops)
+        return self._tracker.record(kept_bytes=self._kept_bytes, work=self._work, **flops)
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str, *, counts: bool = True) -> None:
         """Record storages, or change their kind if known; those that do not count take no memory."""
@@ -185,18 +192,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._handles and func in _MATRIX_PRODUCTS and not Recorder.fused:
             self._tracker.note_need(self._handles[in_backward], Recorder.stream)
         packet = getattr(func, "_overloadpacket", None)
-        if (count := flop_registry.get(_ON_CPU.get(packet, packet))) is not None:
+        if (count := flop_registry.get(ON_CPU.get(packet, packet))) is not None:
             # Causal attention counts as full attention. Layers are products; batches of them, attention written out.
             flops = int(count(*args, **kwargs, out_val=out))
             self._flops += flops
             self._recomputed_flops += flops if recomputes else 0
             if not recomputes and (packet is _aten.bmm or "scaled_dot_product" in str(packet)):
                 self._attention_flops += flops
+        if self._notes_work and not Recorder.fused:
+            self._note_work(func, args, kwargs, out)
         scratch = scratch_of(func, args) if self._on_cuda and not Recorder.fused else None
         self._tracker.end_operation(moment, scratch)
         if in_backward and func is _aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
             self._note_sum(args, out)
         return out
+
+    def _note_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        read, written = (tensors_of(values, self._device_type) for values in ((args, kwargs), out))
+        if launches := expected_launches(func, read or written):
+            self._work.append(operation(func, args, kwargs, out, read, written, launches, ""))
 
     def _note_results(self, out: Any, moment: str, recomputes: bool) -> None:
         for value in tree_iter(out):
@@ -278,7 +292,7 @@ def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
         gradient, indices = args[0], args[1]
         return Scratch("embedding", (indices.numel(), int(args[2]), gradient.shape[-1]))
     packet = getattr(func, "_overloadpacket", None)
-    if _ON_CPU.get(packet, packet) is _FLASH_BACKWARD:
+    if ON_CPU.get(packet, packet) is _FLASH_BACKWARD:
         *batch, length, width = args[1].shape
         return Scratch("attention", (prod(batch), length, width))
     if func is _aten.sum.dim_IntList and args[0].is_contiguous():

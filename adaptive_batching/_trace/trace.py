@@ -37,27 +37,30 @@ def trace_peak_memory(step: TrainingStep) -> PeakMemoryCurve:
     return trace_step(step).curve
 
 
-def trace_step(step: TrainingStep) -> TracedStep:
-    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say."""
+def trace_step(step: TrainingStep, *, notes_work: bool = False) -> TracedStep:
+    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say.
+
+    What the step asks of a device is noted only if ``notes_work``, since that takes half as long again.
+    """
     # A loss that keeps what it has computed would keep fake tensors.
     around, random_state = Snapshot([step.model, *step.owners], copies="nowhere"), RandomState(torch.device("cpu"))
     try:
         with without_hooks(step.optimizers):
-            return _trace_step(step)
+            return _trace_step(step, notes_work)
     finally:
         around.put_back()
         random_state.put_back()
 
 
-def _trace_step(step: TrainingStep) -> TracedStep:
+def _trace_step(step: TrainingStep, notes_work: bool) -> TracedStep:
     device = _device_of_trace(step.model)
     try:
-        records = [_record_at(size, step, device) for size in TRACED_SIZES]
+        records = [_record_at(size, step, device, notes_work) for size in TRACED_SIZES]
     except TraceError as error:
         if device.type == "cpu":
             raise
         log.debug("tracing again on the CPU, because on %s: %s", device, error)
-        records = [_record_at(size, step, torch.device("cpu")) for size in TRACED_SIZES]
+        records = [_record_at(size, step, torch.device("cpu"), notes_work) for size in TRACED_SIZES]
     try:
         return TracedStep(*records)
     except TraceError:
@@ -87,13 +90,13 @@ def _unlogged() -> Iterator[None]:
         logger.disabled = before
 
 
-def _record_at(size: int, step: TrainingStep, device: torch.device) -> StepRecord:
+def _record_at(size: int, step: TrainingStep, device: torch.device, notes_work: bool) -> StepRecord:
     try:
         # The first trace imports it: it stands on private names of torch, and one that is gone ends no more than that.
         from adaptive_batching._trace import fake_step
 
         with torch.compiler.set_stance("force_eager"), _unlogged():
-            return fake_step.record(step, step.make_batch(size), device)
+            return fake_step.record(step, step.make_batch(size), device, notes_work=notes_work)
     except Exception as error:  # third-party operations may raise anything under fake tensors
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from adaptive_batching._step_time.work import Operation, StepWork
+
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
 MEMORY_KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
@@ -134,6 +136,7 @@ class StepRecord(Recorded):
     flops: int  # of matrix products and attention, those of recomputed activations included
     recomputed_flops: int  # of activations that the backward pass computes again
     attention_flops: int  # of attention, which grow with the square of the length, those of recomputed ones left out
+    work: Sequence[Operation] = ()  # what it asks of a device, in order, if that was to be noted
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """Return the moment of the peak, and the bytes of each kind that are alive then."""
@@ -172,7 +175,7 @@ class StorageTracker:
         self._scratch: dict[int, tuple[int, Scratch]] = {}
         self._log, self._moments, self._marks = [self.current_bytes], [BETWEEN], [0]
 
-    def record(self, **others: int) -> StepRecord:
+    def record(self, **others: Any) -> StepRecord:
         """Return the record so far; ``others`` are what a record holds besides storages."""
         return StepRecord(
             events=tuple(self._events), sizes=tuple(self._sizes), num_resting=self._num_resting, streams=self._streams,
@@ -337,6 +340,21 @@ class TracedStep:
         flops: Any = {name: _at(batch_size, getattr(lower, name), getattr(upper, name)) for name in names}
         kept_bytes = log[0] - self.curve.resting_bytes
         return replace(lower, log=log, kept_bytes=kept_bytes, sizes=sizes, scratch=scratch, **flops)
+
+    def work_at(self, batch_size: int) -> StepWork | None:
+        """Return what the step asks of a device at ``batch_size``; None if the traces do not tell."""
+        lower, upper = self._lower.work, self._upper.work
+        if not lower or [(one.kind, one.name) for one in lower] != [(one.kind, one.name) for one in upper]:
+            return None
+        between = [_operation_at(batch_size, *pair) for pair in zip(lower, upper, strict=True)]
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(between))}
+        return StepWork([*numbers], [numbers[one] for one in between])
+
+
+def _operation_at(batch_size: int, low: Operation, high: Operation) -> Operation:
+    shape = tuple(_at(batch_size, *sizes) for sizes in zip(low.shape, high.shape, strict=True))
+    moved, flops = _at(batch_size, low.bytes, high.bytes), _at(batch_size, low.flops, high.flops)
+    return replace(low, shape=shape, bytes=moved, flops=flops)
 
 
 def _at(batch_size: int, low: int, high: int) -> int:

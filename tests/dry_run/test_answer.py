@@ -10,7 +10,9 @@ import pytest
 
 from adaptive_batching._dry_run.answer import Card, Ending, as_object, in_words, read_dry_run
 from adaptive_batching._dry_run.picture import write_page
+from adaptive_batching._dry_run.times import Column
 from adaptive_batching._plan import Answer
+from adaptive_batching._step_time.forecast import NO_LENGTH
 from tests.support.html import check_that_it_asks_for_nothing, read_page
 
 GIB = 2**30
@@ -151,7 +153,8 @@ def test_a_script_that_takes_no_step_is_told_how_to_wait_longer(tmp_path: Path) 
 def test_the_page_has_the_answer_the_curve_and_what_held_the_memory(failed: bool, tmp_path: Path) -> None:
     given = process(steps=0, out_of_memory=[FAILED]) if failed else process()
     page = tmp_path / "page.html"
-    write_page(read(tmp_path, given, code=int(failed)), page, ["--", "python", "<train>.py"])
+    run = read(tmp_path, given, code=int(failed))
+    write_page([Column("card", None, NO_LENGTH, None)], [run], page, ["--", "python", "<train>.py"])
     shown = read_page(page)
     check_that_it_asks_for_nothing(shown)
     assert shown.codes == ["python '<train>.py'"] and "7.00 GiB" in shown.words["memory"] + shown.words["holders"]

@@ -14,6 +14,9 @@ from typing import Any
 from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, MemoryEstimate
 from adaptive_batching._step.share import SampleCost, share_out
+from adaptive_batching._step_time.forecast import AGAINST_PUBLISHED as AGAINST_PUBLISHED_TIMES
+from adaptive_batching._step_time.forecast import ONE_DEVICE, in_seconds
+from adaptive_batching._step_time.seconds import LIMITS
 from adaptive_batching._torchtune.plan import planning
 from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import MIB
@@ -50,7 +53,6 @@ class Asked:
     length_unknown: str  # why, where it is not known
     lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
     gpus: Sequence[Gpu]  # the request is about the smallest
-    mfu: float | None
     levers: bool
     table: bool
 
@@ -99,9 +101,8 @@ def _plan(asked: Asked, traced: TracedPlan) -> tuple[dict[str, Any], list[str]]:
     memory, verdict = request.memory_bytes, need.within(request.memory_bytes)
     epochs, of_epochs = _epochs(traced)
     epoch_flops = _epoch_flops(asked, traced)
-    slowest, hours = _slowest(asked, traced), None
-    if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
-        hours = epoch_flops / request.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
+    slowest = _slowest(asked, traced)
+    time = None if asked.gpu is None else _time_as_object(asked, traced, asked.gpu)
     shown = {
         "version": VERSION,
         "config": asked.config,
@@ -122,18 +123,19 @@ def _plan(asked: Asked, traced: TracedPlan) -> tuple[dict[str, Any], list[str]]:
         "peak": {"moment": need.moment, **need.kinds},
         "largest_micro_batch": largest,
         "token_budget": None if largest is None else largest * traced.length,
-        "gpus": [_on(gpu, traced) for gpu in asked.gpus],
+        "gpus": [{**_on(gpu, traced), "time": _time_as_object(asked, traced, gpu)} for gpu in asked.gpus],
         "epochs": epochs,
         "epoch_flops": epoch_flops,
-        "hours_per_epoch": hours,
+        "hours_per_epoch": None if time is None else time["hours_per_epoch"],
+        "time": time,
         "slowest_device": slowest,
     }
     several = len(asked.gpus) > 1
     head = _heads(shown["gpus"], traced) if several else _head(asked, traced)
     lines = [*head, "", "What it takes", *_what_counts(need, traced.paged_bytes), "", *_peak(need), ""]
-    lines += (
-        [] if several else [*of_epochs, "", *_work(asked, traced, epoch_flops, hours), *_waits(request, slowest), ""]
-    )
+    if not several:
+        work = [*_work(asked, traced, epoch_flops), *_time(asked, traced), *_waits(request, slowest)]
+        lines += [*of_epochs, "", *work, ""]
     return shown, [*lines, how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED)]
 
 
@@ -145,9 +147,14 @@ def _on(gpu: Gpu, traced: TracedPlan) -> dict[str, Any]:
 
 def _heads(gpus: Sequence[Mapping[str, Any]], traced: TracedPlan) -> list[str]:
     """Return the answer on several GPUs, one line each."""
-    rows = [["GPU", "memory", "answer", "largest micro-batch"]]
+    rows = [["GPU", "memory", "answer", "largest micro-batch", "tokens/s", "hours an epoch"]]
     for gpu in gpus:
-        rows.append([gpu["name"], memory_size(gpu["memory_bytes"]), gpu["answer"], str(gpu["largest_micro_batch"])])
+        time = gpu["time"] or {"tokens_per_second": None, "hours_per_epoch": None}
+        rate, hours = time["tokens_per_second"], time["hours_per_epoch"]
+        rows.append([
+            gpu["name"], memory_size(gpu["memory_bytes"]), gpu["answer"], str(gpu["largest_micro_batch"]),
+            "-" if rate is None else f"{rate:,.0f}", "-" if hours is None else f"{hours:,.3g}",
+        ])  # fmt: skip
     span = f"{memory_size(traced.need.least_bytes)} to {memory_size(traced.need.most_bytes)}"
     need = f"{_forward(traced)}{_of_devices(traced)} needs {span}{_on_the_host(traced.paged_bytes)}"
     return [need, *_table(rows), *_assumed(traced)]
@@ -256,7 +263,7 @@ def _epoch_flops(asked: Asked, traced: TracedPlan) -> float | None:
     return sum(share * others + share * share * attention for share in shares)
 
 
-def _work(asked: Asked, traced: TracedPlan, epoch_flops: float | None, hours: float | None) -> list[str]:
+def _work(asked: Asked, traced: TracedPlan, epoch_flops: float | None) -> list[str]:
     need, length = traced.need, traced.length
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
@@ -265,10 +272,44 @@ def _work(asked: Asked, traced: TracedPlan, epoch_flops: float | None, hours: fl
     if epoch_flops is not None:
         tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"
         line = f"  an epoch of {_samples(asked.request.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
-        if hours is not None and asked.gpu is not None:
-            line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
     return lines
+
+
+def _time_as_object(asked: Asked, traced: TracedPlan, gpu: Gpu) -> dict[str, Any] | None:
+    """Return how long forwards take on a GPU; None if that is not known."""
+    time = traced.time_on(gpu)
+    if isinstance(time, str):
+        return None
+    lengths, samples = asked.lengths, asked.request.samples
+    tokens = None if samples is None else samples * traced.length
+    if lengths is not None:
+        tokens = sum(min(length, traced.length) for length in lengths)
+    return {
+        "samples_per_forward": time.samples,
+        "seconds_per_forward": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "limits": {LIMITS[name]: seconds / time.step.seconds for name, seconds in time.step.limits.items()},
+        "hours_per_epoch": None if tokens is None else tokens / time.tokens_per_second / 3600,
+    }
+
+
+def _time(asked: Asked, traced: TracedPlan) -> list[str]:
+    """Return how long forwards take, in words, and how well that is known."""
+    if asked.gpu is None:
+        return []
+    time, shown = traced.time_on(asked.gpu), _time_as_object(asked, traced, asked.gpu)
+    if isinstance(time, str) or shown is None:
+        return [f"Time: not planned {time}; a dry run tells it"]
+    shares = sorted(shown["limits"].items(), key=lambda limit: -limit[1])
+    limits = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares if share >= 0.005)
+    took = f"{in_seconds(time.seconds)} for {_samples(time.samples)} of {traced.length:,} tokens"
+    line = f"Time: {took}, {time.tokens_per_second:,.0f} tokens/s on {asked.gpu.name}: {limits}"
+    hours = shown["hours_per_epoch"]
+    accuracy = AGAINST_PUBLISHED_TIMES.get(ONE_DEVICE)
+    known = [] if accuracy is None else [f"nine in ten published times are within {100 * accuracy.nine_in_ten:.0f} %"]
+    epoch = [] if hours is None else [f"{hours:,.3g} hours an epoch without padding"]
+    return [line, *(["  " + "; ".join([*epoch, *known])] if epoch or known else [])]
 
 
 def _slowest(asked: Asked, traced: TracedPlan) -> dict[str, float] | None:

@@ -57,7 +57,6 @@ def add_plan(subparsers: Any, prog: str) -> None:
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of the longest sample")
     parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
     parser.add_argument("--devices", "--nproc_per_node", type=int, metavar="N", help="number of GPUs")
-    parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
     parser.add_argument("--table", action="store_true", help="show memory for other lengths and batch sizes")
     parser.add_argument("--no-levers", action="store_true", help="skip 'What would help'")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -95,11 +94,7 @@ def _read(args: argparse.Namespace) -> Asked:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if args.mfu is not None and not 0 < args.mfu <= 1:
-        raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
     gpus = list(dict.fromkeys(gpu for name in args.gpu for gpu in find_gpus(name)))
-    if args.mfu is not None and len(gpus) != 1:
-        raise ConfigError(f"--mfu {args.mfu} is a share of one GPU's peak; name that GPU with --gpu")
     name, recipe, overrides = _named(args)
     recipe, path, cfg = load_config(name, recipe, overrides)
     said = re.search(r"--nproc_per_node (\d+)", path.read_text(errors="replace"))
@@ -112,9 +107,10 @@ def _read(args: argparse.Namespace) -> Asked:
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
     length = length or (max(lengths) if lengths else None)
     unknown = f"tokenizer.max_seq_len is null and the data could not be read ({why})"
-    request = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
+    samples = args.samples or (len(lengths) if lengths else None)
+    request = PlanRequest(recipe, cfg, devices, samples, memory_bytes, tells_time=bool(gpus))
     return Asked(
-        name, request, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
+        name, request, None if length is None else int(length), unknown, lengths, gpus,
         not args.no_levers and len(gpus) < 2, args.table,
     )  # fmt: skip
 

@@ -22,10 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import _recipe_registry as registry
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._gpus import Gpu
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._plan import Forecast, MemoryEstimate, outside_of_allocator
 from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.sizing import Sizes
+from adaptive_batching._step_time.seconds import StepSeconds, seconds_of_step
 from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import of_activations
@@ -71,6 +73,7 @@ class PlanRequest:
     devices: int = 1
     samples: int | None = None  # of the data; None if that is not known
     memory_bytes: int | None = None  # of a device; None if that is not known
+    tells_time: bool = False  # if it is to be noted what a step asks of the device
 
     def changed(self, overrides: str) -> PlanRequest:
         """Return the request with ``key=value`` pairs, as they are pasted into a command line, in the config."""
@@ -92,6 +95,7 @@ class TracedPlan:
     parameters: int
     frozen_parameters: int  # of the reference model or the teacher, if there is one
     assumes: str | None  # of samples, in words; None if their length says all
+    probes: bool = False  # if the largest forward that fits is what is run
 
     @cached_property
     def need(self) -> MemoryEstimate:
@@ -102,6 +106,36 @@ class TracedPlan:
         """Samples of the largest forward that fits; None if the memory is not known."""
         memory = self.request.memory_bytes
         return None if memory is None else self.forecast.largest(memory)
+
+    def time_on(self, gpu: Gpu) -> ForwardTime | str:
+        """Return how long a forward and backward pass take on a GPU, or why that is not known."""
+        if self.request.devices > 1:
+            return "on several devices"
+        if self.request.cfg.get("compile", False):
+            return "compiled"
+        size = self.forecast.largest(gpu.memory_bytes) if self.probes else self.asked
+        work = self.forecast.step.work_at(size) if size else None
+        if work is None:
+            return "in sizes that fit" if not size else "of kernels that differ from size to size"
+        return ForwardTime(size, size * self.length, seconds_of_step(work, gpu), self.forecast.forwards)
+
+
+@dataclass(frozen=True)
+class ForwardTime:
+    """How long a forward and backward pass take, with their share of an optimizer step."""
+
+    samples: int
+    tokens: int
+    step: StepSeconds
+    forwards: int  # in the step
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds / self.forwards
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
 
 def sketch(request: PlanRequest, length: int) -> TracedPlan:
@@ -118,13 +152,14 @@ def sketch(request: PlanRequest, length: int) -> TracedPlan:
         data: Data = host.loader.dataset
         in_parts = asked.request.in_parts
         step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
-        forecast = Forecast(trace_step(step), outside_of_allocator(request.devices), set_up, 2 if in_parts else 1)
+        traced = trace_step(step, notes_work=request.tells_time)
+        forecast = Forecast(traced, outside_of_allocator(request.devices), set_up, 2 if in_parts else 1)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         assumes = "both answers of each pair have that length" if data.pairs else None
         return TracedPlan(
             request, length, forecast, asked.least_forward, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
-            sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes,
+            sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes, asked.probes,
         )  # fmt: skip
 
 

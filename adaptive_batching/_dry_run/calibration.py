@@ -1,0 +1,68 @@
+"""Correct predicted seconds by those of a real run, whose record says how long its steps took."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from adaptive_batching._dry_run.answer import DryRun
+from adaptive_batching._report.events import RecordError, read_events
+from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, correction_for
+from adaptive_batching._values import ConfigError
+
+WARM_UP = 3  # steps of a run that are slower than the rest: libraries load, kernels are compiled
+LEAST_STEPS = 3
+
+
+def corrected_by(record: Path, run: DryRun) -> Correction:
+    """Return the correction by which a dry run takes as long as a real run of the same command did on the same card.
+
+    Raises:
+        ConfigError: If the record tells too little, or the dry run does not say how long a step takes.
+    """
+    if run.forecast is None or run.slowest_work is None or run.card.gpu is None:
+        raise ConfigError(f"--calibrate {record}: this dry run says no time to compare with ({run.why_no_time})")
+    seconds = seconds_of_record(record, run.forecast.tokens)
+    return correction_for(seconds, run.slowest_work, run.card.gpu)
+
+
+def seconds_of_record(record: Path, tokens: int) -> float:
+    """Return the seconds of a step of a record, for as many tokens, where it tells tokens.
+
+    Args:
+        record: Of a run: `report.jsonl`.
+        tokens: Of a step whose seconds are compared, padding included and over all devices; 0 if not known.
+    """
+    try:
+        events = read_events(record)
+    except (RecordError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibrate {record} cannot be read: {error}") from None
+    steps = [step for step in events["step"] if step.get("seconds")][WARM_UP:]
+    if len(steps) < LEAST_STEPS:
+        least = WARM_UP + LEAST_STEPS
+        raise ConfigError(f"--calibrate {record} has {len(steps) + WARM_UP} timed steps at most; it takes {least}")
+    ranks = max((int(begun.get("ranks") or 1) for begun in events["run"]), default=1)
+    if tokens and all(step.get("padded_tokens") for step in steps):
+        each = tokens / ranks
+        return float(statistics.median(each * step["seconds"] / step["padded_tokens"] for step in steps))
+    return float(statistics.median(step["seconds"] for step in steps))
+
+
+def as_option(correction: Correction) -> str:
+    """Write a correction as `--correction` takes it."""
+    what, factor = ("host", correction.host) if correction.host != 1 else ("card", correction.card)
+    return f"{what}={factor:.3g}"
+
+
+def read_correction(text: str | None) -> Correction:
+    """Read what `as_option` has written."""
+    if text is None:
+        return UNCORRECTED
+    what, _, number = text.partition("=")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = 0.0
+    if what not in ("card", "host") or not 0 < factor < 100:
+        raise ConfigError(f"--correction {text} must be card= or host= and a factor, such as card=1.07")
+    return Correction(card=factor) if what == "card" else Correction(host=factor)

@@ -1,0 +1,131 @@
+"""What a step's seconds mean to someone who pays for them: tokens a second, hours, cost, and how far to trust them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adaptive_batching._step_time.seconds import LIMITS, StepSeconds
+from adaptive_batching._step_time.work import Operation, StepWork
+
+ONE_DEVICE, SEVERAL, FOUR_BITS, CONVOLUTIONS, SMALL = (
+    "one device", "several devices", "4-bit weights", "convolutions", "limited by the host",
+)  # fmt: skip
+_DEQUANTIZES = ("dequantize", "nf4", "kDequantizeBlockwise")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of runs of one kind: how far their published seconds are from those that are predicted."""
+
+    rows: int
+    nine_in_ten: float
+    """The error that nine in ten do not exceed, as a share."""
+
+
+AGAINST_PUBLISHED: dict[str, Accuracy] = {}
+"""By kind of run; written down from what `benchmarks/dry_run.py` prints."""
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How much is to be trained; at most one of the first three is given."""
+
+    epochs: float | None = None
+    steps: int | None = None
+    tokens: float | None = None
+    price: float | None = None
+    """Of an hour of one GPU, in any currency."""
+
+
+NO_LENGTH = RunLength()
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step takes, of all devices together."""
+
+    step: StepSeconds
+    kind: str
+    devices: int
+    samples: int
+    tokens: int
+    """Padding included; 0 if inputs are not tokens."""
+
+    steps_in_epoch: float | None = None
+
+    @property
+    def between(self) -> tuple[float, float] | None:
+        """Seconds of a step between which nine in ten such runs lie; None if none was published."""
+        accuracy = AGAINST_PUBLISHED.get(self.kind)
+        if accuracy is None:
+            return None
+        return self.step.seconds / (1 + accuracy.nine_in_ten), self.step.seconds / (1 - accuracy.nine_in_ten)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step.seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.step.seconds
+
+    def hours(self, length: RunLength) -> float | None:
+        """Return the hours of a whole run; None if its length is not known."""
+        steps: float | None = length.steps
+        if length.tokens is not None and self.tokens:
+            steps = length.tokens / self.tokens
+        if length.epochs is not None and self.steps_in_epoch is not None:
+            steps = length.epochs * self.steps_in_epoch
+        return None if steps is None else steps * self.step.seconds / 3600
+
+    def cost(self, length: RunLength) -> float | None:
+        hours = self.hours(length)
+        return None if hours is None or length.price is None else hours * self.devices * length.price
+
+    def shares(self) -> list[tuple[str, float]]:
+        """Return what limits the step, with the share of its seconds, the largest first; what is nothing left out."""
+        shares = [(LIMITS[name], seconds / self.step.seconds) for name, seconds in self.step.limits.items()]
+        return sorted(((name, share) for name, share in shares if share >= 0.005), key=lambda one: -one[1])
+
+
+def kind_of(work: StepWork, step: StepSeconds, ranks: int) -> str:
+    """Return the kind of a run, by whose published rows its accuracy is known."""
+    flops = {"convolution": 0.0, "product": 0.0}
+    for number in work.order:
+        one = work.operations[number]
+        if one.kind in flops:
+            flops[one.kind] += one.flops
+    if flops["convolution"] > flops["product"]:
+        return CONVOLUTIONS
+    if ranks > 1:
+        return SEVERAL
+    if any(_is_dequantizing(one) for one in work.operations):
+        return FOUR_BITS
+    return SMALL if step.limit == "host" else ONE_DEVICE
+
+
+def _is_dequantizing(one: Operation) -> bool:
+    return any(part in one.name for part in _DEQUANTIZES)
+
+
+def cheapest_and_fastest(
+    forecasts: Sequence[Forecast | None], lengths: Sequence[RunLength]
+) -> tuple[int | None, int | None]:
+    """Return the numbers of the forecasts that cost and that take least, of those that are there."""
+    hours = {
+        number: one.hours(length) or one.step.seconds
+        for number, (one, length) in enumerate(zip(forecasts, lengths, strict=True))
+        if one is not None
+    }
+    costs = {
+        number: hours[number] * one.devices * length.price
+        for number, (one, length) in enumerate(zip(forecasts, lengths, strict=True))
+        if one is not None and length.price is not None
+    }
+    return min(costs, key=lambda n: costs[n], default=None), min(hours, key=lambda n: hours[n], default=None)
+
+
+def in_seconds(seconds: float) -> str:
+    """Write seconds with three digits, in the unit that people read."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

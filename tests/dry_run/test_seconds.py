@@ -1,0 +1,216 @@
+"""Seconds of a step, from what it asks of a card: against what is known of such cards, and by properties of clocks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaptive_batching._dry_run.calibration import as_option, read_correction, seconds_of_record
+from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
+from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of
+from adaptive_batching._step_time.seconds import (
+    CONSTANTS,
+    correction_for,
+    seconds_of_step,
+    sustained,
+    useful_share,
+)
+from adaptive_batching._step_time.work import Operation, StepWork
+from adaptive_batching._values import ConfigError
+
+A100, H100, RTX_4090 = (find_gpus(name)[0] for name in ("a100 80gb", "h100", "4090"))
+PRODUCT = Operation("product", "mm", 3 * 2 * 8192**2, 2 * 8192**3, "bfloat16", (8192, 8192, 8192), where="model.py:3")
+KERNEL = Operation("kernel", "gelu", 2**30, dtype="bfloat16", where="model.py:4")
+TINY = Operation("kernel", "add", 4096, dtype="float32", where="model.py:5")
+
+
+def work(*operations: Operation) -> StepWork:
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(operations))}
+    return StepWork([*numbers], [numbers[one] for one in operations])
+
+
+def seconds(*operations: Operation, card: Gpu = A100) -> float:
+    return seconds_of_step(work(*operations), card).seconds
+
+
+def test_a_large_product_takes_what_the_card_sustains() -> None:
+    least = PRODUCT.flops / (268e12 * CONSTANTS.product)  # 268: measured at best on an A100 of 400 watts
+    assert least == pytest.approx(seconds(PRODUCT), rel=0.1)
+
+
+def test_a_kernel_takes_as_long_as_its_bytes_and_what_fits_the_cache_less() -> None:
+    assert seconds(KERNEL) == pytest.approx(2**30 / (A100.bandwidth * 1e9 * CONSTANTS.bandwidth))
+    small = replace(KERNEL, bytes=32 * 2**20)
+    in_cache, beyond = seconds(*[small] * 32, card=RTX_4090), seconds(KERNEL, card=RTX_4090)
+    assert in_cache == pytest.approx(beyond / CONSTANTS.cached, rel=0.05)
+
+
+def test_small_kernels_take_as_long_as_the_host_takes_to_launch_them() -> None:
+    step = seconds_of_step(work(*[TINY] * 1000), A100)
+    assert step.seconds == pytest.approx(1000 * CONSTANTS.launch, rel=0.01) and step.limit == "host"
+    assert seconds(*[TINY] * 1000, card=H100) == pytest.approx(step.seconds, rel=0.01)  # no card helps
+
+
+def test_what_limits_a_step_adds_up_to_its_seconds_and_is_told_by_line() -> None:
+    gather = Operation("collective", "_allgather_base_", 2**32, ranks=8)
+    many = [
+        PRODUCT,
+        KERNEL,
+        *[TINY] * 300,
+        gather,
+        Operation("arrival", "", ranks=0),
+        KERNEL,
+        Operation("wait", "item"),
+    ]
+    step = seconds_of_step(work(*many), A100)
+    assert sum(step.limits.values()) == pytest.approx(step.seconds)
+    assert set(step.limits) == {"products", "memory", "host", "communication"}
+    assert step.lines["products"] == {"model.py:3": pytest.approx(step.limits["products"])}
+    assert set(step.lines["memory"]) == {"model.py:4", "model.py:5"}
+
+
+def test_the_host_goes_on_only_after_the_device_where_it_waits() -> None:
+    many, wait = [KERNEL, *[TINY] * 100], Operation("wait", "item")
+    assert seconds(*many, wait) >= seconds(*many)
+    assert seconds(wait, *[KERNEL, wait, *[TINY] * 100]) > seconds(KERNEL, *[TINY] * 100)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_collectives_are_hidden_where_the_card_is_busy_and_waited_for_where_it_needs_them(ranks: int) -> None:
+    gather = Operation("collective", "_allgather_base_", 2**31, ranks=ranks)
+    alone, busy = seconds(gather), [KERNEL] * 400
+    assert seconds(gather, *busy) < alone + seconds(*busy)
+    assert seconds(gather, *busy) == pytest.approx(max(seconds(*busy), alone), rel=0.05)
+    waited = seconds(gather, Operation("arrival", "", ranks=0), *busy)
+    assert waited == pytest.approx(alone + seconds(*busy), rel=0.05)
+    assert seconds(replace(gather, name="allreduce_")) > 1.5 * alone  # it is handed out again
+    assert seconds(replace(gather, ranks=1)) < alone
+
+
+def test_a_reduction_begins_when_what_it_sums_is_there() -> None:
+    reduce = Operation("collective", "_reduce_scatter_base_", 2**31, ranks=8)
+    gather = replace(reduce, name="_allgather_base_")
+    assert seconds(KERNEL, KERNEL, reduce) > seconds(KERNEL, KERNEL, gather)
+
+
+@pytest.mark.parametrize(
+    ("shape", "least", "most"),
+    [
+        ((128 * 108, 256, 4096), 0.99, 1.0),  # one tile for each processor
+        ((128 * 109, 256, 4096), 0.5, 0.99),  # and one too many
+        ((16, 4096, 4096), 0.05, 0.3),  # rows that fill an eighth of a tile
+        ((4, 4096, 4096), 1.0, 1.0),  # it is the matrix that takes the time to read
+        ((32, 128, 128, 64), 0.2, 1.0),
+    ],
+)
+def test_tiles_and_waves_tell_what_of_a_product_is_of_use(shape: tuple[int, ...], least: float, most: float) -> None:
+    assert least <= useful_share(shape, A100.processors) <= most
+
+
+def test_more_of_anything_never_takes_less() -> None:
+    step = [PRODUCT, KERNEL, TINY, TINY]
+    for more in (PRODUCT, KERNEL, TINY):
+        assert seconds(*step, more) >= seconds(*step)
+    for better in (replace(A100, bandwidth=4000), replace(A100, peak_tflops=400, watts=600)):
+        assert seconds(*step, card=better) <= seconds(*step)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_every_card_sustains_less_than_its_peak_and_more_in_half_precision(gpu: Gpu) -> None:
+    half, tf32, single = (sustained(gpu, dtype) for dtype in ("bfloat16", "tf32", "float32"))
+    assert 0.4 * gpu.peak_tflops < half <= gpu.peak_tflops
+    assert half >= tf32 >= 0.9 * single > 0
+    assert 100 <= gpu.bandwidth <= 8000 and 2 <= gpu.cache_mib <= 128 and 60 <= gpu.watts <= 1000
+    assert gpu.link is None or gpu.link > gpu.bus
+    assert gpu.peak_tflops >= 1.9 * gpu.single_tflops
+
+
+@pytest.mark.parametrize("measured", [0.5, 1.0, 1.3, 3.0])
+@pytest.mark.parametrize("many", [[PRODUCT] * 20, [TINY] * 500], ids=["card", "host"])
+def test_a_correction_makes_a_step_take_what_it_was_measured_to_take(measured: float, many: list[Operation]) -> None:
+    step = work(*many)
+    wanted = measured * seconds_of_step(step, A100).seconds
+    correction = correction_for(wanted, step, A100)
+    assert seconds_of_step(step, A100, correction).seconds == pytest.approx(wanted, rel=0.02)
+    assert read_correction(as_option(correction)).card == pytest.approx(correction.card, rel=0.01)
+    assert (correction.card == 1) == (many[0] is TINY)
+
+
+@pytest.mark.parametrize("text", ["1.07", "card", "card=", "card=-1", "memory=1.1", "card=a"])
+def test_a_mistaken_correction_is_an_error_that_says_how(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--correction .* such as card=1\.07"):
+        read_correction(text)
+
+
+def write_record(folder: Path, steps: list[dict[str, object]]) -> Path:
+    path = folder / "report.jsonl"
+    events = [{"event": "run", "version": 1, "ranks": 2}, *({"event": "step", "epoch": 0, **step} for step in steps)]
+    path.write_text("\n".join(map(json.dumps, events)))
+    return path
+
+
+def test_a_record_tells_the_seconds_of_a_step_by_its_tokens_without_the_first_steps(tmp_path: Path) -> None:
+    first = [{"step": n, "seconds": 60.0, "padded_tokens": 1000} for n in (1, 2, 3)]
+    later = [{"step": n, "seconds": 0.001 * n, "padded_tokens": n} for n in range(4, 9)]  # a millisecond for a token
+    path = write_record(tmp_path, [*first, *later])
+    assert seconds_of_record(path, tokens=4000) == pytest.approx(2.0)  # 2,000 on each of two devices
+    assert seconds_of_record(path, tokens=0) == pytest.approx(0.006)
+    with pytest.raises(ConfigError, match="timed steps"):
+        seconds_of_record(write_record(tmp_path, first), 4000)
+
+
+def test_hours_and_cost_follow_from_epochs_steps_or_tokens() -> None:
+    step = seconds_of_step(work(PRODUCT, KERNEL), A100)
+    forecast = Forecast(step, "one device", 4, samples=8, tokens=8192, steps_in_epoch=500)
+    hours = 1000 * step.seconds / 3600
+    for length in (RunLength(epochs=2), RunLength(steps=1000), RunLength(tokens=8_192_000)):
+        assert forecast.hours(length) == pytest.approx(hours)
+        assert forecast.cost(length) is None
+        assert forecast.cost(replace(length, price=2.0)) == pytest.approx(hours * 4 * 2)
+    assert forecast.hours(RunLength()) is None
+    assert replace(forecast, steps_in_epoch=None).hours(RunLength(epochs=2)) is None
+
+
+def test_the_cheapest_and_the_fastest_that_fit_are_found() -> None:
+    fast, slow = (
+        Forecast(seconds_of_step(work(*[PRODUCT] * 9), gpu), "one device", 1, 8, 8192) for gpu in (H100, RTX_4090)
+    )
+    prices = [RunLength(steps=10, price=price) for price in (9.0, 3.0, 0.4)]
+    assert cheapest_and_fastest([None, fast, slow], prices) == (2, 1)
+    assert cheapest_and_fastest([None, fast, slow], [RunLength()] * 3) == (None, 1)
+    assert cheapest_and_fastest([None], [RunLength()]) == (None, None)
+
+
+def test_the_kind_of_a_run_is_told_by_what_it_asks() -> None:
+    convolution = Operation("convolution", "convolution", 2**20, 10**12, "float16")
+    dequantize = Operation("kernel", "dequantize_4bit", 2**20)
+    for one, ranks, kind in (
+        ([PRODUCT], 1, "one device"), ([PRODUCT], 8, "several devices"), ([convolution, TINY], 1, "convolutions"),
+        ([PRODUCT, dequantize], 1, "4-bit weights"), ([TINY] * 50, 1, "limited by the host"),
+    ):  # fmt: skip
+        assert kind_of(work(*one), seconds_of_step(work(*one), A100), ranks) == kind
+
+
+def test_a_card_of_one_s_own_is_read_and_a_mistake_in_it_named(tmp_path: Path) -> None:
+    path = tmp_path / "card.json"
+    given = {"name": "mine", "memory_gib": 23.5, "peak_tflops": 100, "bandwidth": 900, "capability": [8, 9]}
+    path.write_text(json.dumps(given))
+    assert read_card(path) == Gpu("mine", 23.5, 100, (8, 9), bandwidth=900)
+    for wrong, said in (
+        ({**given, "bandwith": 1}, "there is no 'bandwith'"), ({"name": "mine"}, "lacks 'memory_gib'"),
+        ([], "not an object"),
+        ({**given, "watts": "400"}, "watts is '400' and must be a number"), ({**given, "capability": 8}, r"\[9, 0\]"),
+    ):  # fmt: skip
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=said):
+            read_card(path)
+    with pytest.raises(ConfigError, match="name another file"):
+        read_card(tmp_path / "no.json")
+
+
+def test_work_is_written_and_read_as_it_was() -> None:
+    step = work(PRODUCT, KERNEL, TINY, PRODUCT)
+    assert StepWork.from_object(json.loads(json.dumps(step.as_object()))) == step
