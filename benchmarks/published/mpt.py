@@ -1,4 +1,4 @@
-"""Pretrain MPT as llm-foundry's benchmark does (`scripts/train/benchmarking` of mosaicml/llm-foundry), for a rank's step.
+"""Pretrain MPT as llm-foundry's benchmark does (`scripts/train/benchmarking` of mosaicml/llm-foundry), on one rank.
 
 Sizes are those of its configs, whose blocks have biases, a fused projection of queries, keys and values, and a norm in
 low precision; parameters come to the number in its table. Composer's FSDP shards blocks, fetches the next block's
@@ -33,6 +33,8 @@ SIZES = {  # width, heads, layers
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -48,6 +50,8 @@ class Block(nn.Module):
 
 
 class Mpt(nn.Module):
+    """The model, whose output layer is the embedding's."""
+
     def __init__(self, width: int, heads: int, layers: int, length: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)

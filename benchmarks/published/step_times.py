@@ -100,7 +100,8 @@ def _of_fms() -> list[TimedRow]:
             note += "; bitsandbytes 0.43.3; prepared as " + {"plain": "their plugin", "trl": "TRL"}[method] + " does"
         if devices > 1:
             note += "; FSDP as of their accelerate.yaml; which links join the two A100 is not said"
-        table, libraries = ("a100_80gb", "fms-mistral") if model == "Mistral-7B" else ("a100_80gb_granite", "fms-granite")
+        granite = model == "PowerLM-3b"
+        table, libraries = ("a100_80gb_granite", "fms-granite") if granite else ("a100_80gb", "fms-mistral")
         what = f"4-bit LoRA, {method}" if four_bit else method
         found.append(
             TimedRow(
@@ -114,23 +115,59 @@ def _of_fms() -> list[TimedRow]:
     return found
 
 
-# --- torchtitan -------------------------------------------------------------------------------------------------------
+# --- torchtitan, and torchao with it ----------------------------------------------------------------------------------
 
+_HBM2E = ("--memory", "95GiB", "--capability", "9.0")
 # Devices, compiled: tokens a second of a device, GiB reserved
 _TITAN_ROWS = {(8, False): (5762, 82.4), (8, True): (6667, 77.0), (128, False): (5605, 67.0), (128, True): (6514, 62.0)}
+# Size, activation checkpointing: tokens a second of a device
+_TITAN_A100_ROWS = {("8B", "op"): 2973, ("8B", "2"): 2904, ("70B", "full"): 331}
+# Length, activation checkpointing, compiled: tokens a second of a device, GiB reserved, page of torchao
+_NOCOMPILE, _TRAINING = "torchao/prototype/float8nocompile/README.md", "docs/source/workflows/training.md"
+_TORCHAO_ROWS = {
+    (4096, "none", False): (5339.0, 53.12, _NOCOMPILE), (4096, "2", False): (4882.4, 40.6, _NOCOMPILE),
+    (4096, "full", False): (4502.0, 28.07, _NOCOMPILE), (8192, "op", True): (6150, 47.65, _TRAINING),
+}  # fmt: skip
 
 
 def _of_torchtitan() -> list[TimedRow]:
-    return [
+    found = [
         TimedRow(
             f"titan {devices}{', compiled' if compiled else ''}",
             "PyTorch, pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md", "H100 HBM2e",
-            2 * 8192 / rate, "several devices", devices, "torchtitan", ("--memory", "95GiB", "--capability", "9.0"),
+            2 * 8192 / rate, "several devices", devices, "torchtitan", _HBM2E,
             ("torchtitan_llama.py", "--devices", str(devices), *(("--compile",) if compiled else ())),
             "an H100 of 96 GB at 2.4 TB/s and 500 W, 400 Gb/s of network for each; a nightly build of December 2024",
             peak_bytes=round(peak * GIB), peak_of="reserved",
         )
         for (devices, compiled), (rate, peak) in _TITAN_ROWS.items()
+    ]  # fmt: skip
+    found += [
+        TimedRow(
+            f"titan A100 {size}, {checkpoint}",
+            "PyTorch, pytorch/torchtitan, docs/performance.md until January 2025 (commit 4d88a8a44)", "A100 80GB",
+            8192 / rate, "several devices", 64, "torchtitan", (),
+            ("torchtitan_llama.py", "--devices", "64", "--size", size, "--batch-size", "1", "--checkpoint", checkpoint),
+            "a nightly build of April 2024; network is not said"
+            + ("; selective by layer is taken to be every second" if checkpoint == "2" else ""),
+        )
+        for (size, checkpoint), rate in _TITAN_A100_ROWS.items()
+    ]  # fmt: skip
+    return found
+
+
+def _of_torchao() -> list[TimedRow]:
+    return [
+        TimedRow(
+            f"torchao 8B, {length}, {checkpoint}{', compiled' if compiled else ''}", f"PyTorch, pytorch/ao, {page}",
+            "H100", length / rate, "several devices", 8, "torchtitan", (),
+            ("torchtitan_llama.py", "--devices", "8", "--batch-size", "1", "--length", str(length),
+             "--checkpoint", checkpoint, *(("--compile",) if compiled else ())),
+            "which H100 is not said, and PyTorch's own have other memory and power (titan); torch 2.7 or of its time"
+            + ("" if page == _TRAINING else "; batch of 1 as in torchtitan's pull request 778"),
+            peak_bytes=round(peak * GIB), peak_of="reserved",
+        )
+        for (length, checkpoint, compiled), (rate, peak, page) in _TORCHAO_ROWS.items()
     ]  # fmt: skip
 
 
@@ -187,7 +224,8 @@ def _of_torchtune() -> list[TimedRow]:
                   length=4096, source=_TUNE_3B)
         )  # fmt: skip
     compiled = (*_STEP, "compile=True")
-    low_memory = (_CHUNKED, _AC, _OFFLOAD, "optimizer_in_bwd=True", "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit")
+    paged = "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"
+    low_memory = (_CHUNKED, _AC, _OFFLOAD, "optimizer_in_bwd=True", paged)
     full = ("full_finetune_single_device", "--config", "llama3_1/8B_full_single_device", *compiled)
     lora = (*_LORA, "llama3_1/8B_lora_single_device", *compiled, *_ADAPTERS)
     qlora = (*_LORA, "llama3_1/8B_qlora_single_device", *compiled, _AC, _NO_OFFLOAD,
@@ -268,10 +306,10 @@ def mean_over_lengths(seconds: tuple[float, ...] | list[float]) -> float:
 
 _MPT = "MosaicML, mosaicml/llm-foundry, scripts/train/benchmarking/README.md, "
 _MPT_NEW = (
-    "torch 2.1 (image in sweep.sh); attention was Triton's, for which torch's flash attention stands in: about 8 % of a "
-    "7B model's products at 2,048 tokens; one of the sizes' rows for each number of devices, of short samples"
+    "torch 2.1 (image in sweep.sh); Triton's attention, for which torch's flash attention stands in: about 8 % of a "
+    "7B model's products at 2,048 tokens"
 )
-_MPT_OLD = f"torch 1.13 by the image that submit_benchmarks.py names; {_MPT_NEW.split('; ')[1]}"
+_MPT_OLD = f"torch 1.13 by the image that submit_benchmarks.py names; {_MPT_NEW.split('; ', 1)[1]}"
 # Size, devices, length, microbatch, microbatches, activation checkpointing: tokens a second of all
 _MPT_ROWS = {
     "H100": {
@@ -363,11 +401,19 @@ EXCLUDED = {
     "torchtune 0.2, Llama 2 (pull request 955)": "neither packing nor accumulation is said",
     "torchtitan, H200, TPS 10,938 and 10,753": "float8 products, of torchao of then",
     "torchtitan, float8, TP, CP and PP": "float8 products",
-    "torchtitan, async TP in bfloat16": "tensor parallelism with a build of then; symmetric memory, which is not emulated",
+    "torchtitan, Llama 2 on 64 A100": "torchtitan 0.1.0 has no Llama 2",
+    "torchtitan, vanilla and async TP in bfloat16": "tensor parallelism of a later torchtitan; symmetric memory",
+    "torchao, float8, MXFP8 and INT8": "products in less than 16 bits",
+    "torchao, 8 B200, 8307.5 tokens/s": "limited power, of which no more is said",
+    "torchao, Llama 2 1B on an RTX 4090, 17k tokens/s": "two digits",
+    "torchao, Llama 2 7B on an A100, 3200 tokens/s": "lengths of samples are not said",
+    "torchao, its own and others' low-bit optimizers, CPU offload": "kernels of their own; work of the host",
+    "Qwen, README.md, profiling of speed": "how samples are padded, and which of flash-attn's parts run, is not said",
+    "NeMo AutoModel, performance summary": "kernels of Transformer Engine",
     "litgpt, replicated on 8, 569.46 ms": "torch's fake group returns nothing that DDP could wait for",
     "litgpt, Thunder's rows": "kernels of nvFuser",
     "litgpt, tutorials/resource-tables.md": "Alpaca's samples of unpublished lengths; minutes with two decimals",
-    "nanoGPT, 250 and 135 ms": "neither card nor program nor batch is said with the times, of a nightly of December 2022",
+    "nanoGPT, 250 and 135 ms": "neither card nor program nor batch is said with the times, of December 2022",
     "llm-foundry, samples of 4,096 tokens and more": "Triton's attention is a large part of their time",
     "llm-foundry, FP8": "products of Transformer Engine",
     "llm-foundry, SHARD_GRAD_OP on 128 and more": "of January 2024; one set-up of FSDP is enough of one source",
@@ -379,7 +425,10 @@ EXCLUDED = {
 
 
 def time_rows() -> list[TimedRow]:
-    return [*_of_fms(), *_of_torchtitan(), *_of_torchtune(), *_of_peft(), *_of_mpt(), *_of_litgpt(), *_of_timm()]
+    return [
+        *_of_fms(), *_of_torchtitan(), *_of_torchao(), *_of_torchtune(), *_of_peft(), *_of_mpt(), *_of_litgpt(),
+        *_of_timm(),
+    ]  # fmt: skip
 
 
 times = time_rows()

@@ -27,6 +27,8 @@ STEPS = 3
 
 
 class Norm(nn.Module):
+    """Normalizes in float32, and scales what has been cast back."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
@@ -42,6 +44,8 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = Norm(), Norm()
@@ -71,6 +75,8 @@ class Block(nn.Module):
 
 
 class TinyLlama(nn.Module):
+    """The model."""
+
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
