@@ -71,9 +71,7 @@ def grouped_attention(_: Any, query: Any, key: Any, value: Any, mask: Any, dropo
 def load(config: Any, *, four_bit: bool) -> Any:
     if not four_bit:
         with torch.device("cuda"):
-            return AutoModelForCausalLM.from_config(
-                config, torch_dtype=torch.bfloat16, attn_implementation="sdpa"
-            )
+            return AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16, attn_implementation="sdpa")
     quantized = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.bfloat16,

@@ -16,7 +16,10 @@ from pathlib import Path
 GB, GIB, MIB = 10**9, 2**30, 2**20
 KINDS = ("one device", "several devices", "4-bit", "convolutions", "small models")
 # Beside LIBRARIES of dry_run.py
-LIBRARIES = {"timm": ("timm==0.6.13", "torchvision==0.28.0")}
+LIBRARIES = {
+    "timm": ("timm==0.6.13", "torchvision==0.28.0"),
+    "timm-1": ("timm==1.0.20", "torchvision==0.28.0"),
+}
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,11 @@ def _of_torchao() -> list[TimedRow]:
     return [
         TimedRow(
             f"torchao 8B, {length}, {checkpoint}{', compiled' if compiled else ''}", f"PyTorch, pytorch/ao, {page}",
-            "H100", length / rate, "several devices", 8, "torchtitan", (),
+            "H100 HBM2e", length / rate, "several devices", 8, "torchtitan", _HBM2E,
             ("torchtitan_llama.py", "--devices", "8", "--batch-size", "1", "--length", str(length),
              "--checkpoint", checkpoint, *(("--compile",) if compiled else ())),
-            "which H100 is not said, and PyTorch's own have other memory and power (titan); torch 2.7 or of its time"
+            "memory of 2.4 TB/s, as of Meta's H100 in torchao/testing/training/roofline_utils.py; power is taken to be "
+            "as for titan; torch 2.7 or of its time"
             + ("" if page == _TRAINING else "; batch of 1 as in torchtitan's pull request 778"),
             peak_bytes=round(peak * GIB), peak_of="reserved",
         )
@@ -391,6 +395,29 @@ def _of_timm() -> list[TimedRow]:
     ]  # fmt: skip
 
 
+# --- torchao's vision transformers ------------------------------------------------------------------------------------
+
+_GIANT = ("vit_giant_patch14_dinov2", "32", "--full-bfloat16", "--checkpoint")
+# Seconds of a step, GB allocated
+_VIT_ROWS = {
+    "ViT-H, fused AdamW": (8 / 41.9, 12.23, ("vit_huge_patch14_224", "8", "--compile")),
+    "ViT-H, 8-bit AdamW": (8 / 43.6, 8.32, ("vit_huge_patch14_224", "8", "--compile", "--bits8")),
+    "ViT-giant": (1.27, 9.82, _GIANT), "ViT-giant, compiled": (1.18, 9.90, (*_GIANT, "--compile")),
+}  # fmt: skip
+
+
+def _of_torchao_images() -> list[TimedRow]:
+    note = "torch 2.4; timm of then is not said; fused AdamW is the script's own"
+    return [
+        TimedRow(
+            f"torchao {name}", "PyTorch (gau-nernst), pytorch/ao, torchao/optim/README.md", "RTX 4070 Ti Super",
+            seconds, "one device", 1, "timm-1", (), ("low_bit_adam.py", *arguments), note,
+            peak_bytes=round(peak * GB), peak_of="allocated",
+        )
+        for name, (seconds, peak, arguments) in _VIT_ROWS.items()
+    ]  # fmt: skip
+
+
 EXCLUDED = {
     "torchtune 8B full on an A6000, 2579 tokens/s": "37.4 GiB is not the low-memory setup of the row above it in its "
     "table, and its optimizer is not said",
@@ -427,7 +454,7 @@ EXCLUDED = {
 def time_rows() -> list[TimedRow]:
     return [
         *_of_fms(), *_of_torchtitan(), *_of_torchao(), *_of_torchtune(), *_of_peft(), *_of_mpt(), *_of_litgpt(),
-        *_of_timm(),
+        *_of_timm(), *_of_torchao_images(),
     ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Pretrain Llama 3 as torchtitan's benchmarks of 2024 and torchao's with it do, for the peak or the time of one rank.
 
 The model, its checkpointing and FSDP2 are torchtitan's; steps are those of its `train.py`. Without more options it is
-Llama 3.1 8B with batch and checkpointing of `llama3_8b.toml`, as of December 2024. The group is torch's fake one, of any number of ranks, this process being the first:
-collectives take the memory that they take, and nothing is sent.
+Llama 3.1 8B with batch and checkpointing of `llama3_8b.toml`, as of December 2024. The group is torch's fake one, of
+any number of ranks, this process being the first: collectives take the memory that they take, and nothing is sent.
 
 Two things are as they were then. In torch before 2.8 (pull request 154704), what FSDP2 has not sharded by layers stays
 gathered between forward and backward: embeddings, last norm and output. And torchtitan had a norm of its own.
