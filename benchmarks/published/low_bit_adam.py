@@ -1,4 +1,4 @@
-"""Fine-tune a vision transformer as torchao's `benchmark_low_bit_adam.py` does, on images of 224 pixels, for 45 classes.
+"""Fine-tune a vision transformer as torchao's `benchmark_low_bit_adam.py` does, on images of 224 pixels, 45 classes.
 
 Weights are float32 with autocast, or all of the model is bfloat16. Images come from a loader's pinned memory, and their
 copy is waited for; nothing else is, but for the loss of every tenth step.

@@ -309,11 +309,12 @@ def mean_over_lengths(seconds: tuple[float, ...] | list[float]) -> float:
 # --- llm-foundry ------------------------------------------------------------------------------------------------------
 
 _MPT = "MosaicML, mosaicml/llm-foundry, scripts/train/benchmarking/README.md, "
-_MPT_NEW = (
-    "torch 2.1 (image in sweep.sh); Triton's attention, for which torch's flash attention stands in: about 8 % of a "
-    "7B model's products at 2,048 tokens"
+_TRITON = (
+    "Triton's attention, for which torch's flash attention stands in: about 8 % of a 7B model's products at 2,048 "
+    "tokens; Composer's `speed_monitor` over ten steps"
 )
-_MPT_OLD = f"torch 1.13 by the image that submit_benchmarks.py names; {_MPT_NEW.split('; ', 1)[1]}"
+_MPT_NEW = f"October 2023 to January 2024, torch 2.1 (image in sweep.sh); network of nodes is not said; {_TRITON}"
+_MPT_OLD = f"May 2023, torch 1.13 (image in submit_benchmarks.py); 1,600 Gb/s between nodes; {_TRITON}"
 # Size, devices, length, microbatch, microbatches, activation checkpointing: tokens a second of all
 _MPT_ROWS = {
     "H100": {
