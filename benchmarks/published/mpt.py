@@ -43,8 +43,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(normed(self.norm_1, x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        found = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        q, k, v = self.qkv(normed(self.norm_1, x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(found)
         return x + self.down(F.gelu(self.up(normed(self.norm_2, x))))
 
@@ -76,13 +76,17 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def shard(model: Mpt, *, reduce_in: torch.dtype, checkpoint: bool) -> nn.Module:
+def empty(module: nn.Module) -> None:
+    module.to_empty(device="cuda", recurse=False)
+
+
+def shard(model: Mpt, *, reduce_in: torch.dtype, checkpoint: bool) -> FullyShardedDataParallel:
     low = torch.bfloat16
     sharded = FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=0, limit_all_gathers=True,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=reduce_in, buffer_dtype=low),
         backward_prefetch=BackwardPrefetch.BACKWARD_POST,
-        param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
+        param_init_fn=empty,
     )  # fmt: skip
     if checkpoint:
         apply_activation_checkpointing(
@@ -104,9 +108,8 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=args.devices, store=FakeStore())
     torch.cuda.set_device(0)
     with torch.device("meta"):
-        model = Mpt(*SIZES[args.size], args.length)
-    print("parameters:", sum(each.numel() for each in model.parameters()))
-    model = shard(model, reduce_in=torch.bfloat16 if args.pure else torch.float32, checkpoint=args.checkpoint)
+        whole = Mpt(*SIZES[args.size], args.length)
+    model = shard(whole, reduce_in=torch.bfloat16 if args.pure else torch.float32, checkpoint=args.checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
     for _ in range(STEPS):
         optimizer.zero_grad()

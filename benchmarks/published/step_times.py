@@ -220,11 +220,11 @@ def _of_torchtune() -> list[TimedRow]:
               source=_TUNE_3B)
         for name, (rate, peak, settings) in ladder.items()
     ]  # fmt: skip
+    with_adapters = (*_STEP, *_ADAMW, "compile=True", _CHUNKED, _AC, _OFFLOAD)
     for method, rate, peak, kind in (("lora", 8210, 8.5, "one device"), ("qlora", 8035, 4.6, "4-bit")):
-        settings = (*_STEP, *_ADAMW, "compile=True", _CHUNKED, _AC, _OFFLOAD)
-        program = (*_LORA, f"llama3_2/3B_{method}_single_device", *settings)
+        recipe = (*_LORA, f"llama3_2/3B_{method}_single_device", *with_adapters)
         rows.append(
-            _tune(f"3B {method}", "A100 80GB", rate, peak, kind, program, "the published command is of QLoRA",
+            _tune(f"3B {method}", "A100 80GB", rate, peak, kind, recipe, "the published command is of QLoRA",
                   length=4096, source=_TUNE_3B)
         )  # fmt: skip
     compiled = (*_STEP, "compile=True")
@@ -235,14 +235,15 @@ def _of_torchtune() -> list[TimedRow]:
     qlora = (*_LORA, "llama3_1/8B_qlora_single_device", *compiled, _AC, _NO_OFFLOAD,
              "model.lora_attn_modules=[q_proj,v_proj,k_proj,output_proj]")  # fmt: skip
     adapters = "adapters as in the config of 0.3.1"
-    for name, card, rate, peak, kind, program, note in (
+    of_8b: list[tuple[str, str, float, float, str, tuple[str, ...], str]] = [
         ("8B full", "RTX 4090", 1650, 18.9, "one device", (*full, *low_memory),
          "optimizer and offloading from an answer in issue 2168"),
         ("8B LoRA", "RTX 4090", 3083, 16.2, "one device", (*lora, _AC, _OFFLOAD), f"offloading; {adapters}"),
         ("8B LoRA", "A6000", 4699, 30.3, "one device", (*lora, _NO_AC, _NO_OFFLOAD), f"no checkpointing; {adapters}"),
         ("8B QLoRA", "RTX 4090", 2413, 7.4, "4-bit", qlora, adapters),
-    ):  # fmt: skip
-        rows.append(_tune(f"{name}, {card}", card, rate, peak, kind, program, note, length=2048, source=_TUNE_8B))
+    ]  # fmt: skip
+    for name, card, speed, gib, kind, program, note in of_8b:
+        rows.append(_tune(f"{name}, {card}", card, speed, gib, kind, program, note, length=2048, source=_TUNE_8B))
     return rows
 
 
