@@ -27,7 +27,7 @@ def main() -> None:
     loss_of = torch.nn.CrossEntropyLoss()
     images = torch.zeros(args.batch_size, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # torch's default until 2.0
         with torch.autocast("cuda", torch.float16):
             found = model(images)
             labels = torch.zeros(args.batch_size, dtype=torch.long, device="cuda")
