@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 
-def write_model(config: PreTrainedConfig, folder: Path) -> None:
+def write_model(config: Any, folder: Path) -> None:
     """Write a model of `config` in bfloat16 to `folder`."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config)
     header = {}
     end = 0
     for name, weight in model.named_parameters():

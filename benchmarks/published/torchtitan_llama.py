@@ -1,8 +1,8 @@
-"""Pretrain Llama 3.1 8B as torchtitan's benchmark of December 2024 does, for the peak of one of its ranks.
+"""Pretrain Llama 3 as torchtitan's benchmarks of 2024 and torchao's with it do, for the peak or the time of one rank.
 
-The model, its selective checkpointing and FSDP2 are torchtitan's; batch, steps and metrics are those of its
-`llama3_8b.toml` and `train.py`. The group is torch's fake one, of any number of ranks, this process being the first:
-collectives take the memory that they take, and nothing is sent.
+The model, its checkpointing and FSDP2 are torchtitan's; steps are those of its `train.py`. Without more options it is
+Llama 3.1 8B with batch and checkpointing of `llama3_8b.toml`, as of December 2024. The group is torch's fake one, of
+any number of ranks, this process being the first: collectives take the memory that they take, and nothing is sent.
 
 Two things are as they were then. In torch before 2.8 (pull request 154704), what FSDP2 has not sharded by layers stays
 gathered between forward and backward: embeddings, last norm and output. And torchtitan had a norm of its own.
@@ -41,7 +41,7 @@ class RMSNorm(torch.nn.Module):
         torch.nn.init.ones_(self.weight)
 
 
-BATCH_SIZE, LENGTH, VOCABULARY = 2, 8192, 128256
+VOCABULARY = 128256
 STEPS = 3
 
 
@@ -49,17 +49,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--size", choices=("8B", "70B"), default="8B")
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument(
+        "--checkpoint", choices=("none", "op", "2", "full"), default="op",
+        help="of activations: what some operators compute, every second layer, or all layers",
+    )  # fmt: skip
     parser.add_argument("--root-reshards", action="store_true", help="as torch does since 2.8")
     parser.add_argument("--todays-norm", action="store_true", help="torch.nn.RMSNorm, as torchtitan does now")
     args = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=args.devices, store=FakeStore())
     torch.cuda.set_device(0)
     config = JobConfig()
-    config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = "selective", "op"
+    selective = args.checkpoint in ("op", "2")
+    config.activation_checkpoint.mode = "selective" if selective else args.checkpoint
+    config.activation_checkpoint.selective_ac_option = args.checkpoint
     config.training.compile = args.compile
     parallel = ParallelDims(1, args.devices, 1, 1, 1, args.devices, enable_loss_parallel=True)
-    of_model = llama3_configs["8B"]
-    of_model.vocab_size, of_model.max_seq_len = VOCABULARY, LENGTH
+    of_model = llama3_configs[args.size]
+    of_model.vocab_size, of_model.max_seq_len = VOCABULARY, args.length
     norm = torch.nn.RMSNorm if args.todays_norm else RMSNorm
     with torch.device("meta"), mock.patch("torch.nn.RMSNorm", norm):
         model = Transformer(of_model)
@@ -71,8 +80,8 @@ def main() -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
     for _ in range(STEPS):
-        tokens = torch.zeros(BATCH_SIZE, LENGTH, dtype=torch.long).cuda()
-        labels = torch.zeros(BATCH_SIZE, LENGTH, dtype=torch.long).cuda()
+        tokens = torch.zeros(args.batch_size, args.length, dtype=torch.long).cuda()
+        labels = torch.zeros(args.batch_size, args.length, dtype=torch.long).cuda()
         optimizer.zero_grad()
         found = model(tokens)
         loss = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(0, 1))
