@@ -2,9 +2,11 @@
 
     python benchmarks/dry_run.py --libraries /tmp/libraries               # with a CUDA build of torch 2.13, and no GPU
     python benchmarks/dry_run.py --libraries /tmp/libraries --only full   # some rows alone; nothing is written
+    python benchmarks/dry_run.py --libraries /tmp/libraries --jobs 2      # two rows at a time: about an hour on 2 cores
 
 *Published*: programs in `published/` do what the published ones do, with the libraries of then where torch 2.13 takes
-them, and `adaptive-batching dry-run` says what they take. *Speed*: seconds until it answers for recipes of 1, 8 and 70
+them, and `adaptive-batching dry-run` says what they take: bytes, and seconds of a step (rows and their sources are in
+`published_times.py`). *Speed*: seconds until it answers for recipes of 1, 8 and 70
 billion parameters. The last line printed is a JSON object.
 
 Each row is a process of its own. What is measured is added to a file at once, and an interrupted run goes on from
@@ -14,18 +16,25 @@ there. torch has to be what the environment has; the libraries of a row go befor
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common import write_report
+from published_times import EXCLUDED, FITTED, TimedRow, mean_over_lengths, time_rows
+from published_times import LIBRARIES as MORE_LIBRARIES
+
+from adaptive_batching._step_time.forecast import AGAINST_PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "published"
@@ -47,6 +56,7 @@ LIBRARIES = {
         "datasets==2.21.0", "torchao==0.17.0",
     ),
     "torchtitan": ("torchtitan==0.1.0", "tyro<1", "docstring_parser", "typeguard", "shtab"),
+    **MORE_LIBRARIES,
 }  # fmt: skip
 CARDS = {
     "peft": ("--gpu", "L40S"),
@@ -58,7 +68,7 @@ CARDS = {
 # one row, which does not count, for all the others. A short batch goes before it, whose outputs are alive meanwhile.
 LONGEST_BATCH = 700
 LENGTHS = ("300", "100", "0", str(LONGEST_BATCH))
-FITTED = "lora/rank32"
+FIXES_LENGTH = "lora/rank32"
 FIRST_BLOCK = 2 * MIB  # that PEFT's script reserves before all else, and leaves out
 WHY = {
     "prefixtuning": "what is reserved depends on the batches before the longest: 19.5 to 24.9 with three choices",
@@ -154,24 +164,128 @@ def dry_run(*arguments: str, libraries: Path | None = None) -> dict[str, Any]:
     return {**{key: answer[key] for key in KEPT}, "seconds": seconds}
 
 
-KEPT = ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "retries", "steps")
+KEPT = ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "retries", "steps", "time")
+ONLY_OLD = ("convolutions",)  # of which no newer rows were found
+LEAST_ROWS = 4  # of a kind, to tell how near it is
 
 
-def measure(rows: list[Row], folder: Path, measured: Path) -> dict[str, dict[str, Any]]:
-    """Return what each row takes, by its name; what is in `measured` is not measured again."""
+@dataclass(frozen=True)
+class Run:
+    """A dry run."""
+
+    name: str
+    arguments: tuple[str, ...]
+    libraries: str | None
+
+
+def runs_of_peaks(rows: list[Row]) -> list[Run]:
+    return [Run(row.name, ("--no-time", *CARDS[row.libraries], *_program(row.program)), row.libraries) for row in rows]
+
+
+def runs_of_times(row: TimedRow) -> list[Run]:
+    """Return the dry runs of a row: more than one where steps differ in length."""
+    if not row.lengths:
+        return [Run(row.name, (*row.options, *_program(row.program)), row.libraries)]
+    options = (*row.options, "--steps", "1")
+    return [
+        Run(f"{row.name} at {length}", (*options, *_program((*row.program, str(length)))), row.libraries)
+        for length in row.lengths
+    ]
+
+
+def _program(program: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a script's command, or that of a recipe as it is."""
+    name, *arguments = program
+    return ("--", sys.executable, str(PROGRAMS / name), *arguments) if name.endswith(".py") else program
+
+
+def measure(runs: list[Run], folder: Path, measured: Path, jobs: int) -> dict[str, dict[str, Any]]:
+    """Return what each run takes, by its name; what is in `measured` is not measured again."""
     found = {}
     if measured.exists():
         found = {each["name"]: each for each in map(json.loads, measured.read_text().splitlines())}
-    for row in rows:
-        if row.name in found:
-            continue
-        script, *arguments = row.program
-        program = (*CARDS[row.libraries], "--", sys.executable, str(PROGRAMS / script), *arguments)
-        found[row.name] = {"name": row.name, **dry_run(*program, libraries=install(row.libraries, folder))}
-        with measured.open("a") as file:
-            file.write(json.dumps(found[row.name]) + "\n")
-        print(found[row.name], flush=True)
+    missing = [run for run in runs if run.name not in found]
+    for libraries in dict.fromkeys(run.libraries for run in missing if run.libraries):
+        install(libraries, folder)
+
+    def measure_one(run: Run) -> dict[str, Any]:
+        libraries = None if run.libraries is None else folder / run.libraries
+        return {"name": run.name, **dry_run(*run.arguments, libraries=libraries)}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for one in pool.map(measure_one, missing):
+            found[one["name"]] = one
+            with measured.open("a") as file:
+                file.write(json.dumps(one) + "\n")
+            print(one, flush=True)
     return found
+
+
+def seconds_of(row: TimedRow, found: dict[str, dict[str, Any]]) -> float | None:
+    """Return the seconds of a row's step as predicted; None where a dry run failed."""
+    times = [found.get(run.name, {}).get("time") for run in runs_of_times(row)]
+    seconds = [float(time["seconds_per_step"]) for time in times if time]
+    if len(seconds) < len(times):
+        return None
+    return mean_over_lengths(seconds) if row.lengths else seconds[0]
+
+
+def lines_of_times(predicted: dict[str, float], found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["| source | run | card | published | here | error | its peak | |", "|---|---|---|---|---|---|---|---|"]
+    for row in time_rows():
+        if row.name in predicted:
+            why = "fitted" if row.name in FITTED else "older torch" if row.is_old else ""
+            card = Path(row.card).stem.replace("_", " ")
+            error = 100 * (predicted[row.name] / row.seconds - 1)
+            peak = "-"
+            if row.peak_bytes:
+                peak = f"{100 * (found[row.name][f'peak_{row.peak_of}_bytes'] / row.peak_bytes - 1):+.1f} %"
+            lines.append(
+                f"| {row.source} | {row.name} | {card} | {row.seconds:.3f} s | {predicted[row.name]:.3f} s "
+                f"| {error:+.1f} % | {peak} | {why} |"
+            )
+    return lines
+
+
+def share_of(errors: list[float], share: float) -> float:
+    """Return the error that so many of them do not exceed."""
+    return round(sorted(errors)[max(math.ceil(share * len(errors)) - 1, 0)], 3)
+
+
+def accuracy_by_kind(predicted: dict[str, float], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what `AGAINST_PUBLISHED` should say of each kind of run: the rows that count, and their errors."""
+    errors: dict[str, list[float]] = {}
+    for row in time_rows():
+        if row.name in predicted and row.name not in FITTED:
+            kind = found[runs_of_times(row)[-1].name]["time"]["kind"]
+            if not row.is_old or kind in ONLY_OLD:
+                errors.setdefault(kind, []).append(abs(predicted[row.name] / row.seconds - 1))
+    return {
+        kind: {"rows": len(some), "nine_in_ten": share_of(some, 0.9)}
+        for kind, some in errors.items()
+        if len(some) >= LEAST_ROWS
+    }
+
+
+def figures_of_times(predicted: dict[str, float]) -> dict[str, float]:
+    """Return the figures of the rows that count."""
+    rows = [row for row in time_rows() if row.name in predicted and row.name not in FITTED]
+    errors = {row.name: abs(predicted[row.name] / row.seconds - 1) for row in rows}
+    counted, old = ([errors[row.name] for row in rows if row.is_old == is_old] for is_old in (False, True))
+    right, pairs = 0, 0
+    for one, other in itertools.combinations((row for row in rows if not row.is_old), 2):
+        if one.source == other.source and max(one.seconds, other.seconds) > 1.1 * min(one.seconds, other.seconds):
+            pairs += 1
+            right += (one.seconds < other.seconds) == (predicted[one.name] < predicted[other.name])
+    return {
+        "time_rows": len(counted),
+        "time_median_error": round(statistics.median(counted), 4),
+        "time_p90_error": share_of(counted, 0.9),
+        "time_max_error": share_of(counted, 1),
+        "ranking_right": round(right / pairs, 3),
+        "time_rows_of_older_torch": len(old),
+        "time_median_error_of_older_torch": round(statistics.median(old), 3),
+    }
 
 
 def error_of(row: Row, found: dict[str, Any]) -> float:
@@ -181,7 +295,7 @@ def error_of(row: Row, found: dict[str, Any]) -> float:
 
 def line_of(row: Row, found: dict[str, Any]) -> str:
     error = error_of(row, found)
-    why = "fixes the length" if row.name == FITTED else "-"
+    why = "fixes the length" if row.name == FIXES_LENGTH else "-"
     if abs(error) > 0.03:
         why = next((WHY[key] for key in WHY if key in f"{row.libraries} {row.name}".replace("/", " ").split()), "?")
     here = (found[f"peak_{row.counted}_bytes"] - row.left_out_bytes) / GIB
@@ -198,7 +312,7 @@ FACTS = [
     "transformers 5.13.1 and a development version between PEFT 0.19.1 and 0.20.0, which stands in for it (`lokr`: a "
     "later one, with transformers 5.15.0)",
     f"the longest of their batches is not known. It is taken to be {LONGEST_BATCH} tokens for all rows, which is where "
-    f"`{FITTED}` takes what was published; that row does not count. The batch before it is taken to have 100",
+    f"`{FIXES_LENGTH}` takes what was published; that row does not count. The batch before it is taken to have 100",
     "their evaluation generates text at batch 50, and is no row's peak: with 200 tokens of prompt and 300 new ones "
     "it reserves 10.2 GiB with LoRA, 12.0 with prefix tuning",
     "`full` reserves 34.6 to 36.8 GiB after steps of other lengths: gradients are allocated anew each step",
@@ -208,6 +322,10 @@ FACTS = [
     "torchtitan: `benchmarks/llama3_h100_202412_torchtitan.md`, a nightly build of torch of December 2024. One of 8 or "
     "128 ranks runs, in a group that sends nothing; torchtitan 0.1.0, with the norm and FSDP2's root as they were "
     "then; today's take 0.2 to 0.4 GiB less",
+    "times: seconds of an optimizer step, in a step more. Constants were fitted to the three rows that say so, by an "
+    "earlier model of the same form; two facts were put right after the rows had been looked at: cards whose products "
+    "with sums in float32 run at half rate reach their peak, and a machine's cards share what its network brings",
+    "older torch: 1.12 to 2.1, with the libraries of then and attention by Triton; not counted, and shown",
 ]
 
 
@@ -216,37 +334,47 @@ def main() -> None:
     parser.add_argument("--libraries", type=Path, required=True, help="folder to install libraries of then in")
     parser.add_argument("--measured", type=Path, help="file of what is measured (default: in the folder of libraries)")
     parser.add_argument("--only", nargs="*", help="names of rows; nothing is written")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (default: 1)")
     parser.add_argument("--no-speed", action="store_true", help="leave out the speed")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/dry_run_emulated.md")
     args = parser.parse_args()
     args.libraries.mkdir(parents=True, exist_ok=True)
-    rows = [*of_fms(), *of_torchtitan(), *of_peft()]
-    rows = [row for row in rows if row.name in args.only] if args.only else rows
-    found = measure(
-        [row for row in rows if row.name.split("/")[0] not in NOT_RUN], args.libraries,
-        args.measured or args.libraries / "measured.jsonl",
-    )  # fmt: skip
-    shown = [row for row in rows if row.name in found and "failed" not in found[row.name]]
+    only = args.only
+    rows = [row for row in (*of_fms(), *of_torchtitan(), *of_peft()) if row.name.split("/")[0] not in NOT_RUN]
+    rows = [row for row in rows if only is None or row.name in only]
+    timed = [row for row in time_rows() if only is None or row.name in only]
+    runs = [*runs_of_peaks(rows), *(run for row in timed for run in runs_of_times(row))]
+    found = measure(runs, args.libraries, args.measured or args.libraries / "measured.jsonl", args.jobs)
+    shown = [row for row in rows if "failed" not in found[row.name]]
     lines = ["| source | run | of | published | here | error | more than 3 %: why |", "|---|---|---|---|---|---|---|"]
     lines += [line_of(row, found[row.name]) for row in shown]
-    if args.only:
+    seconds = {row.name: seconds_of(row, found) for row in timed}
+    predicted = {name: took for name, took in seconds.items() if took is not None}
+    lines += ["", *lines_of_times(predicted, found)]
+    if only is not None:
         print("\n".join(lines))
         return
-    errors = [abs(error_of(row, found[row.name])) for row in shown if row.name != FITTED]
+    errors = [abs(error_of(row, found[row.name])) for row in shown if row.name != FIXES_LENGTH]
     answers = {name: {} if args.no_speed else dry_run(*arguments) for name, arguments in SPEED.items()}
+    kinds = accuracy_by_kind(predicted, found)
     figures = {
         "published_rows": len(errors),
         "median_error": round(statistics.median(errors), 4),
         "max_error": round(max(errors), 4),
         **{name: answer.get("seconds") for name, answer in answers.items()},
+        **figures_of_times(predicted),
     }
-    failed = {row.name: found[row.name]["failed"] for row in rows if "failed" in found.get(row.name, {})}
+    failed = {run.name: found[run.name]["failed"] for run in runs if "failed" in found[run.name]}
     left_out = [f"not run: {name}, {why}" for name, why in {**NOT_RUN, **failed}.items()]
+    left_out += [f"times not counted: {name}; {why}" for name, why in EXCLUDED.items()]
+    facts = [*FACTS, *(f"{kind}: {known}" for kind, known in kinds.items()), *left_out]
     write_report(
-        "Dry runs against published peaks", device="cpu", facts=[*FACTS, *left_out], rows=lines, figures=figures,
+        "Dry runs against published peaks and times", device="cpu", facts=facts, rows=lines, figures=figures,
         output=args.output or ROOT / "benchmarks/results/dry_run_emulated.md",
         packages=("torch", "triton", "bitsandbytes"),
     )  # fmt: skip
+    if kinds != (now := {kind: asdict(accuracy) for kind, accuracy in AGAINST_PUBLISHED.items()}):
+        print(f"AGAINST_PUBLISHED is {now}; now {kinds}", file=sys.stderr)
 
 
 if __name__ == "__main__":

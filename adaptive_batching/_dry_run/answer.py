@@ -15,7 +15,7 @@ from adaptive_batching._dry_run.process_work import ProcessWork, read_works
 from adaptive_batching._dry_run.times import time_as_object, time_in_words
 from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, outside_of_allocator
-from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of
+from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
 from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, seconds_of_step
 from adaptive_batching._step_time.work import StepWork
 from adaptive_batching._values import DRY_RUN, memory_size
@@ -88,6 +88,7 @@ class DryRun:
             samples=round(each * sum(one.counts.samples for one in self.works)),
             tokens=round(each * sum(one.counts.tokens for one in self.works)),
             steps_in_epoch=slowest.counts.batches_in_epoch / batches if batches else None,
+            uncounted=uncounted_in(slowest.work),
         )  # fmt: skip
 
     @property
@@ -108,9 +109,7 @@ class DryRun:
             return "no optimizer of torch.optim took a step"
         if not self.works:
             return f"it is noted in one step more, and the script ended before; --steps {max(self.steps - 1, 1)}"
-        if self.work_trouble is not None:
-            return f"not all that the step asks was seen ({self.work_trouble})"
-        return "of this card only the memory is; name one with --gpu, or describe one with --card"
+        return f"not all that the step asks was seen ({self.work_trouble})"
 
     @property
     def worst(self) -> dict[str, Any] | None:

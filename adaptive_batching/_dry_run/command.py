@@ -214,7 +214,7 @@ def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: Comman
     steps = sys.maxsize if args.whole else args.steps
     write_nvidia_smi(folder / "bin")
     environment = _environment(device.environment(os.environ), notes, steps, folder / "bin")
-    if args.time and not args.whole:
+    if args.time and not args.whole and column.gpu is not None:
         environment[TIME] = "1"
     ending = _end_of(command, environment, notes, args.max_seconds, to_stderr=args.json)
     if is_recipe and ending.exit_code == MISTAKE:

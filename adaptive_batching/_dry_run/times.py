@@ -48,6 +48,7 @@ def time_as_object(forecast: Forecast, length: RunLength, correction: Correction
             LIMITS[limit]: [{"where": where, "seconds": seconds} for where, seconds in largest_lines(lines)]
             for limit, lines in step.lines.items()
         },
+        "uncounted": dict(forecast.uncounted),
         "correction": {"card": correction.card, "host": correction.host},
         "hours": forecast.hours(length),
         "cost": forecast.cost(length),
@@ -68,6 +69,9 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
         low, high = forecast.between
         known = f"{in_seconds(low)} to {in_seconds(high)}, as nine in ten published runs do ({forecast.kind})"
     lines.append(("within", known))
+    if forecast.uncounted:
+        names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())
+        lines.append(("longer", f"these take longer than is known: {names}"))
     hours, cost = forecast.hours(length), forecast.cost(length)
     if hours is not None:
         lines.append(("in all", f"{hours:,.3g} hours" + ("" if cost is None else f", which cost {cost:,.2f}")))

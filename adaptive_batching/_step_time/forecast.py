@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from adaptive_batching._step_time.seconds import LIMITS, StepSeconds
 from adaptive_batching._step_time.work import Operation, StepWork
@@ -11,6 +12,8 @@ from adaptive_batching._step_time.work import Operation, StepWork
 ONE_DEVICE, SEVERAL, FOUR_BITS, CONVOLUTIONS, SMALL = (
     "one device", "several devices", "4-bit weights", "convolutions", "limited by the host",
 )  # fmt: skip
+UNCOUNTED = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "_cudnn_rnn", "_cudnn_ctc")
+"""Beginnings of names of operations of which only the bytes are counted, and which take longer."""
 _DEQUANTIZES = ("dequantize", "nf4", "kDequantizeBlockwise")
 
 
@@ -53,6 +56,8 @@ class Forecast:
     """Padding included; 0 if inputs are not tokens."""
 
     steps_in_epoch: float | None = None
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+    """Operations that take longer than is counted, and how often they run."""
 
     @property
     def between(self) -> tuple[float, float] | None:
@@ -103,6 +108,11 @@ def kind_of(work: StepWork, step: StepSeconds, ranks: int) -> str:
     if any(_is_dequantizing(one) for one in work.operations):
         return FOUR_BITS
     return SMALL if step.limit == "host" else ONE_DEVICE
+
+
+def uncounted_in(work: StepWork) -> dict[str, int]:
+    """Return the operations that take longer than is counted, with how often they run."""
+    return dict(Counter(work.operations[n].name for n in work.order if work.operations[n].name.startswith(UNCOUNTED)))
 
 
 def _is_dequantizing(one: Operation) -> bool:

@@ -57,16 +57,16 @@ def operation(
     if "conv" in name:
         flops = _flops_of_convolution(name, args, out)
         return Operation("convolution", name, moved, flops, dtype, launches=launches, where=where)
+    if name in _PRODUCTS:  # torch's formulas do not know all of their overloads
+        left = args[1] if name.startswith(("add", "badd")) else args[0]
+        shape = (*written[0].shape, left.shape[-1])
+        return Operation("product", name, moved, 2 * math.prod(shape), dtype, shape, launches, where=where)
     flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
     if "attention" in name:
         is_causal = any(value is True for value in (*args, *kwargs.values()))
         flops = flops // 2 if is_causal else flops
         return Operation("attention", name, moved, flops, dtype, launches=launches, where=where)
-    shape: tuple[int, ...] = ()
-    if name in _PRODUCTS and written:
-        left = args[1] if name.startswith(("add", "badd")) else args[0]
-        shape = (*written[0].shape, left.shape[-1])
-    return Operation("product", name, moved, flops, dtype, shape, launches, where=where)
+    return Operation("product", name, moved, flops, dtype, launches=launches, where=where)
 
 
 def expected_launches(func: Any, tensors: list[torch.Tensor]) -> int:

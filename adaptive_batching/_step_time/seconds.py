@@ -154,7 +154,8 @@ class _Clocks:
             self._host += self._launch
             self._bus = max(self._bus, self._host) + seconds
         else:
-            self._host += self._launch * (1 + (one.launches - 1) * self._constants.next_launch)
+            if one.launches:
+                self._host += self._launch * (1 + (one.launches - 1) * self._constants.next_launch)
             self._wait_until(self._host, "host", one.where)
             self._card += seconds
             self._spent[_LIMIT_OF[one.kind], one.where] += seconds
@@ -182,7 +183,7 @@ def _duration(one: Operation, card: Gpu, constants: Constants) -> float:
         if one.kind == "product" and len(one.shape) > 2:
             share *= useful_share(one.shape, card.processors)
         seconds = max(seconds, one.flops / (sustained(card, one.dtype) * TERA * share))
-    return max(seconds, constants.kernel * one.launches)
+    return max(seconds, constants.kernel * max(one.launches, 1))  # a graph launches its kernels itself
 
 
 def _collective(one: Operation, card: Gpu, constants: Constants) -> float:

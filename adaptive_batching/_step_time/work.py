@@ -27,7 +27,7 @@ class Operation:
     """Of a product: batches, rows, columns and the length of its sums."""
 
     launches: int = 1
-    """Kernels that the host starts for it."""
+    """Kernels that the host starts for it; 0 in a graph, which starts them itself."""
 
     ranks: int = 1
     """Of a collective: how many take part; of an arrival: how many collectives were asked for after that one."""

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 LENGTH = 4096
-STEPS = 3
+STEPS = 4
 CONFIGS = {
     "Mistral-7B": MistralConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,

@@ -11,7 +11,7 @@ import timm
 import torch
 from timm.optim import create_optimizer_v2
 
-STEPS = 3
+STEPS = 4
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-VOCABULARY, STEPS = 50368, 3
+VOCABULARY, STEPS = 50368, 4
 SIZES = {  # width, heads, layers
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 BATCH_SIZE, LENGTH, VOCABULARY = 4, 2048, 32000
 WIDTH, HIDDEN, LAYERS, HEADS, GROUPS = 2048, 5632, 22, 32, 4
 HEAD = WIDTH // HEADS
-STEPS = 3
+STEPS = 4
 
 
 class Norm(nn.Module):

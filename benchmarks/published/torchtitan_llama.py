@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
 
 
 VOCABULARY = 128256
-STEPS = 3
+STEPS = 4
 
 
 def main() -> None:

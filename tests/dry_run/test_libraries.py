@@ -141,7 +141,7 @@ def test_a_script_of_a_library_makes_its_steps_and_its_peak_is_what_it_holds(scr
     if script.needs and (why := missing(script.needs)):
         pytest.skip(why)
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(script.ranks)]
-    dry_run = [PYTHON, "-m", "adaptive_batching", "dry-run", "--memory", "40GiB", "--devices", str(script.ranks)]
+    dry_run = [PYTHON, "-m", "adaptive_batching", "dry-run", "--gpu", "A100-40GB", "--devices", str(script.ranks)]
     command = [PYTHON, *(ranks if script.ranks > 1 else []), str(SCRIPTS / f"{script.name}.py"), *script.arguments]
     done = subprocess.run(
         [*dry_run, "--steps", str(STEPS), "--json", "--", *command],
@@ -151,6 +151,9 @@ def test_a_script_of_a_library_makes_its_steps_and_its_peak_is_what_it_holds(scr
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["steps"] == STEPS and found["processes"] == script.ranks and found["exit_code"] == 0
+    time = found["time"]
+    assert time is not None, done.stderr[-4000:]
+    assert sum(time["limits"].values()) == pytest.approx(1, abs=0.03) and time["devices"] == script.ranks
     peak = found["peak_allocated_bytes"]
     assert script.stays <= peak <= script.most, (
         f"{script.stays / 1e9:.2f} <= {peak / 1e9:.2f} <= {script.most / 1e9:.2f}"

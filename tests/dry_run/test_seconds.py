@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,7 +146,7 @@ def test_a_mistaken_correction_is_an_error_that_says_how(text: str) -> None:
         read_correction(text)
 
 
-def write_record(folder: Path, steps: list[dict[str, object]]) -> Path:
+def write_record(folder: Path, steps: list[dict[str, Any]]) -> Path:
     path = folder / "report.jsonl"
     events = [{"event": "run", "version": 1, "ranks": 2}, *({"event": "step", "epoch": 0, **step} for step in steps)]
     path.write_text("\n".join(map(json.dumps, events)))
@@ -153,8 +154,10 @@ def write_record(folder: Path, steps: list[dict[str, object]]) -> Path:
 
 
 def test_a_record_tells_the_seconds_of_a_step_by_its_tokens_without_the_first_steps(tmp_path: Path) -> None:
-    first = [{"step": n, "seconds": 60.0, "padded_tokens": 1000} for n in (1, 2, 3)]
-    later = [{"step": n, "seconds": 0.001 * n, "padded_tokens": n} for n in range(4, 9)]  # a millisecond for a token
+    first: list[dict[str, Any]] = [{"step": n, "seconds": 60.0, "padded_tokens": 1000} for n in (1, 2, 3)]
+    later: list[dict[str, Any]] = [
+        {"step": n, "seconds": 0.001 * n, "padded_tokens": n} for n in range(4, 9)
+    ]  # a millisecond for a token
     path = write_record(tmp_path, [*first, *later])
     assert seconds_of_record(path, tokens=4000) == pytest.approx(2.0)  # 2,000 on each of two devices
     assert seconds_of_record(path, tokens=0) == pytest.approx(0.006)

@@ -187,11 +187,11 @@ def test_what_cannot_be_traced_on_the_device_is_traced_on_the_cpu(monkeypatch: p
     expected = trace_peak_memory(step)
     record, devices = fake_step.record, []
 
-    def fails_on_device(*args: Any) -> Any:
+    def fails_on_device(*args: Any, **noted: Any) -> Any:
         devices.append(args[-1].type)
         if args[-1].type != "cpu":
             raise NotImplementedError("no fake kernel")
-        return record(*args)
+        return record(*args, **noted)
 
     monkeypatch.setattr(fake_step, "record", fails_on_device)
     monkeypatch.setattr(trace, "_device_of_trace", lambda model: torch.device("cuda", 0))
