@@ -9,6 +9,7 @@
   emptying its cache, but in a first step, which is what the probe looks for. With retries more may run, and slower.
 - *Throughput*: one epoch over text of Python's documentation, at most 512 tokens each, 64 samples in each optimizer
   step; real tokens in a second, the first steps left out. ``auto`` splits by length; packed data have no padding.
+  The record of that run stays in ``results/gpu_<device>.jsonl``: ``dry-run --calibrate`` takes it.
 - *Recovery*: the same steps in seven tenths of the memory that they take, against all of it.
 
 Each measurement is a process of its own, and the result file is written after each: what has been measured when time is
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -45,6 +47,7 @@ from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks/results"
 MIB = 2**20
 ARCHITECTURES = {
     "cpu": Architecture(),
@@ -162,6 +165,8 @@ def measure_way(way: str, inputs: str, device: str, samples: int) -> dict[str, A
         meter.release()
         meter.reset_peak()
         losses, speed, padding = train(recipe)
+        if way == OURS:
+            shutil.copy(Path(output_dir) / "adaptive_batching" / "report.jsonl", RECORDS / f"gpu_{device}.jsonl")
         return {
             "tokens_per_second": round(speed), "padded_over_real": padding,
             "set_up_seconds": round(set_up, 1), "peak_mib": meter.peak_bytes() // MIB, "steps": len(losses),

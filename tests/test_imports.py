@@ -53,13 +53,13 @@ PURE = {
     room + name
     for room, names in {
         "": "config gpus patches plan shortage values",
-        "dry_run/": "answer calibration ends history picture process_work times",
+        "dry_run/": "answer calibration compared ends history picture process_work times",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule controller increase learning_rate_scale noise_scale schedules",
         "step/": "split fastest forward_cost limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
-        "step_time/": "forecast seconds work",
+        "step_time/": "forecast seconds step_work",
         "trace/": "allocator reserved traced_step",
         "transformers/": "arguments epoch_schedule",
     }.items()

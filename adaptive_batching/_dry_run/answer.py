@@ -17,7 +17,7 @@ from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, outside_of_allocator
 from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
 from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, seconds_of_step
-from adaptive_batching._step_time.work import StepWork
+from adaptive_batching._step_time.step_work import StepWork
 from adaptive_batching._values import DRY_RUN, memory_size
 
 VERSION = 1

@@ -29,7 +29,7 @@ from adaptive_batching._step_time.operations import (
     operation,
     tensors_of,
 )
-from adaptive_batching._step_time.work import Operation, StepWork
+from adaptive_batching._step_time.step_work import Operation, StepWork
 from adaptive_batching._values import first_line
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -30,7 +30,7 @@ from adaptive_batching._dry_run.answer import (
     read_dry_run,
 )
 from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
-from adaptive_batching._dry_run.times import Column, compare
+from adaptive_batching._dry_run.compared import Column, compare
 from adaptive_batching._emulated_device import (
     MOST_DEVICES,
     BuildError,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._dry_run.answer import DryRun, in_words
+from adaptive_batching._dry_run.compared import Column, compare
 from adaptive_batching._dry_run.history import CATEGORIES
-from adaptive_batching._dry_run.times import Column, compare
 from adaptive_batching._report.page import asset
 from adaptive_batching._report.sections import Html, some, table, tag
 from adaptive_batching._step_time.forecast import Forecast, in_seconds
@@ -35,9 +35,10 @@ def write_page(columns: Sequence[Column], runs: Sequence[DryRun], output: Path, 
     body, answers = [], ", ".join(dict.fromkeys(str(run.answer) for run in runs))
     if len(runs) > 1:
         body.append(tag("section", tag("pre", "\n".join(compare(columns, runs)[1])), id="compared"))
-    for column, run in zip(columns, runs, strict=True):
-        name = tag("h2", column.name) if len(runs) > 1 else Html("")
-        body += [name, *_sections(column, run)]
+    for number, (column, run) in enumerate(zip(columns, runs, strict=True), 1):
+        several = len(runs) > 1
+        body += [tag("h2", column.name)] if several else []
+        body += _sections(column, run, f"-{number}" if several else "")
     cards = ", ".join(dict.fromkeys(str(run.card) for run in runs))
     head = tag("title", f"{answers}: {cards}") + tag("style", asset("page.css"), Html(_STYLE))
     header = tag("header", tag("h1", f"Dry run: {answers}"), tag("p", tag("code", typed), f" on {cards}"))
@@ -50,7 +51,7 @@ def write_page(columns: Sequence[Column], runs: Sequence[DryRun], output: Path, 
     output.write_text(page, encoding="utf-8", errors="replace")
 
 
-def _sections(column: Column, run: DryRun) -> list[Html]:
+def _sections(column: Column, run: DryRun, suffix: str) -> list[Html]:
     failure = [tag("pre", "\n".join(run.failure["stack"]), class_="error")] if run.failure else []
     history = (run.worst or {}).get("history") or {"points": [], "categories": {}, "holders": []}
     parts = [
@@ -61,7 +62,11 @@ def _sections(column: Column, run: DryRun) -> list[Html]:
         ("failure", "Where it failed", failure),
         ("asked", "What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
     ]
-    return [tag("section", *some("h2", heading), *contents, id=name) for name, heading, contents in parts if contents]
+    return [
+        tag("section", *some("h2", heading), *contents, id=name + suffix)
+        for name, heading, contents in parts
+        if contents
+    ]
 
 
 def _time(forecast: Forecast) -> list[Html]:

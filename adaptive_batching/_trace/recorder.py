@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from adaptive_batching._caching_allocator import workspace_bytes
 from adaptive_batching._step_time.operations import ON_CPU, expected_launches, operation, tensors_of
-from adaptive_batching._step_time.work import Operation
+from adaptive_batching._step_time.step_work import Operation
 from adaptive_batching._trace.traced_step import (
     ACTIVATIONS,
     BACKWARD,

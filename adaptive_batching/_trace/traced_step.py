@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adaptive_batching._step_time.work import Operation, StepWork
+from adaptive_batching._step_time.step_work import Operation, StepWork
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adaptive_batching._dry_run.answer import Card, Ending, as_object, in_words, read_dry_run
+from adaptive_batching._dry_run.compared import Column
 from adaptive_batching._dry_run.picture import write_page
-from adaptive_batching._dry_run.times import Column
 from adaptive_batching._plan import Answer
 from adaptive_batching._step_time.forecast import NO_LENGTH
 from tests.support.html import check_that_it_asks_for_nothing, read_page

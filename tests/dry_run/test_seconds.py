@@ -19,7 +19,7 @@ from adaptive_batching._step_time.seconds import (
     sustained,
     useful_share,
 )
-from adaptive_batching._step_time.work import Operation, StepWork
+from adaptive_batching._step_time.step_work import Operation, StepWork
 from adaptive_batching._values import ConfigError
 
 A100, H100, RTX_4090 = (find_gpus(name)[0] for name in ("a100 80gb", "h100", "4090"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.support.planned_batches import ADAPTIVE, FOLDER, request_of, shown
 
 PAGE = Path(__file__).parents[2] / "docs" / "will-it-fit.md"
+_CELL = r": (\w+)(?:, ([0-9.e-]+) h)?"
 _START, _END = "<!-- from recipes/configs -->\n", "<!-- end -->"
 
 
@@ -21,8 +22,8 @@ def table() -> str:
         request, line = request_of(path), shown(path)
         if request.devices == 1:
             name = path.relative_to(FOLDER).with_suffix("").as_posix().removesuffix("_adaptive")
-            largest = re.findall(r": (\w+)", line)
-            heads = " | ".join(re.findall(r"(?:^#   |, )(.*?) \(", line))
+            largest = [f"{size} ({hours})" if hours else size for size, hours in re.findall(_CELL, line)]
+            heads = " | ".join(re.findall(r"(?:^#   |, )([A-Z].*?) \(", line))
             rows.append(f"| `{name}` | {request.cfg.tokenizer.max_seq_len} | {' | '.join(largest)} |")
     return "\n".join([f"| config, `..._adaptive` | tokens | {heads} |", "|---" * 5 + "|", *rows]) + "\n"
 

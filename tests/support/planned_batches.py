@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching._gpus import find_gpus
+from adaptive_batching._gpus import Gpu, find_gpus
 from adaptive_batching._torchtune.names import LAUNCHED
-from adaptive_batching._torchtune.plan.planning import PlanRequest, sketch
+from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan, sketch
 from tests.support.processes import in_a_process
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"
@@ -37,13 +38,17 @@ def shown(path: Path) -> str:
 
 
 def planned(path: Path) -> str:
-    """Return the line to show: the largest forward of samples of the longest length, on each card."""
-    request = request_of(path)
-    forecast = sketch(request, int(request.cfg.tokenizer.max_seq_len)).forecast
-    largest = [
-        f"{gpu.name} ({gpu.memory_gib:.1f} GiB): {forecast.largest(gpu.memory_bytes) or 'none'}" for gpu in CARDS
-    ]
-    return f"#   {', '.join(largest)}"
+    """Return the line to show: the largest forward of samples of the longest length on each card, and its hours."""
+    request = replace(request_of(path), tells_time=True)
+    plan = replace(sketch(request, int(request.cfg.tokenizer.max_seq_len)), probes=True)
+    return f"#   {', '.join(f'{gpu.name} ({gpu.memory_gib:.1f} GiB): {_largest(plan, gpu)}' for gpu in CARDS)}"
+
+
+def _largest(plan: TracedPlan, gpu: Gpu) -> str:
+    """Return the largest forward on a card, and the hours of a million tokens in such forwards, if they are known."""
+    time = plan.time_on(gpu)
+    hours = "" if isinstance(time, str) else f", {10**6 / time.tokens_per_second / 3600:.2g} h"
+    return f"{plan.forecast.largest(gpu.memory_bytes) or 'none'}{hours}"
 
 
 def planned_apart(path: Path) -> str:
