@@ -69,7 +69,7 @@ PLAN = "adaptive-batching plan"
 REPORTS = "test_reports_are_made_as_shown"
 # One of each kind is run. A text is why another is not; of a target of make, what it would run is looked at.
 ALIKE = "another one of its kind is run"
-DRY_RUN = "needs a CUDA build of torch; tests/emulated/test_dry_run.py runs its like"
+DRY_RUN = "needs a CUDA build of torch; tests/emulated/test_dry_run*.py run its like"
 COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching ls --recipe lora_finetune_single_device --adaptive": Here(
         "qwen2_5/3B_lora_single_device_adaptive"
@@ -116,6 +116,9 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching dry-run --memory 24210MiB --capability 8.6 -- python train.py": DRY_RUN,
     "adaptive-batching dry-run --gpu A100 --sequence-length 2048 lora_finetune_single_device --config "
     "llama3_1/8B_lora_single_device use_maximum_batch_size=True": DRY_RUN,
+    "adaptive-batching dry-run --gpu 4090 --gpu L40S --gpu H100 --gpu H200 --tokens 1e8 --price 0.4 --price 0.9 "
+    "--price 2.5 --price 3.5 --sequence-length 2048 lora_finetune_single_device --config llama3_1/8B_lora_single_device "
+    "gradient_accumulation_steps=1": DRY_RUN,
     "make test": "this test is one of those that it runs",
     "make test-emulated": "this takes an environment of its own, with a CUDA build of torch",
     "make test-all": "this test is one of those that it runs",
