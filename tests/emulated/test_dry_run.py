@@ -43,6 +43,19 @@ def main(layers=8, rows=64):
         optimizer.zero_grad()
         print("step", step, flush=True)
 """
+WARM_STEP = f"""
+{MODEL}
+model, rows = make(2), torch.randn(8, {WIDTH}, device="cuda")
+optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+def step():
+    optimizer.zero_grad()
+    model(rows).sum().backward()
+    optimizer.step()
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    step()
+torch.cuda.synchronize()
+"""
 
 
 def start(arguments: list[str], folder: Path, **options: Any) -> subprocess.Popen[str]:
@@ -376,27 +389,14 @@ def test_why_memory_ran_out_is_told_where_it_is_clear(
 
 
 def test_steps_in_a_graph_are_counted_when_it_is_replayed(tmp_path: Path) -> None:
-    code = (
-        MODEL
-        + """
-model, rows = make(2), torch.randn(8, {WIDTH}, device="cuda")
-optimizer = torch.optim.Adam(model.parameters(), capturable=True)
-def step():
-    optimizer.zero_grad()
-    model(rows).sum().backward()
-    optimizer.step()
-side = torch.cuda.Stream()
-with torch.cuda.stream(side):
-    step()
-torch.cuda.synchronize()
+    code = f"""{WARM_STEP}
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     step()
 for number in range(100):
     graph.replay()
     print("replayed", flush=True)
-""".replace("{WIDTH}", str(WIDTH))
-    )
+"""
     found, said = dry_run(tmp_path, "--memory", "24", code=code)
     assert (found["fits"], found["steps"], said.count("replayed")) == (True, 3, 1)
     assert found["asked_of_device"]["products"] == 3 * 2 - 1

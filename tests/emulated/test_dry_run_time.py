@@ -10,7 +10,7 @@ import pytest
 
 from adaptive_batching._gpus import find_gpus
 from adaptive_batching._step_time.seconds import CONSTANTS, sustained
-from tests.emulated.test_dry_run import MODEL, TRAIN, WIDTH, dry_run
+from tests.emulated.test_dry_run import MODEL, TRAIN, WARM_STEP, WIDTH, dry_run, start
 
 ROWS = 8192
 LINEAR = 2 * ROWS * WIDTH * WIDTH  # operations of a layer's forward pass
@@ -19,19 +19,7 @@ BIG = SCRIPT.replace("foreach=False", "fused=True").replace(
     "return nn", "torch.set_default_dtype(torch.bfloat16); return nn"
 )
 OF_MEMORY = ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "retries", "steps", "peak")
-GRAPH = (
-    MODEL
-    + f"""
-model, rows = make(2), torch.randn(8, {WIDTH}, device="cuda")
-optimizer = torch.optim.Adam(model.parameters(), capturable=True)
-def step():
-    optimizer.zero_grad()
-    model(rows).sum().backward()
-    optimizer.step()
-side = torch.cuda.Stream()
-with torch.cuda.stream(side):
-    step()
-torch.cuda.synchronize()
+GRAPH = f"""{WARM_STEP}
 run = step
 if GRAPH:
     graph = torch.cuda.CUDAGraph()
@@ -41,7 +29,6 @@ if GRAPH:
 for number in range(100):
     run()
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +120,6 @@ def test_a_record_of_a_real_run_corrects_what_is_predicted(timed: dict[str, Any]
 
 def dry_runs(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Return the object that several dry runs print, and what was said besides."""
-    from tests.emulated.test_dry_run import start
-
     printed, said = start(["--json", *arguments], folder).communicate(timeout=180)
     assert printed, said
     found: dict[str, Any] = json.loads(printed)
