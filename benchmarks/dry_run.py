@@ -355,13 +355,16 @@ def main() -> None:
         print("\n".join(lines))
         return
     errors = [abs(error_of(row, found[row.name])) for row in shown if row.name != FIXES_LENGTH]
-    answers = {name: {} if args.no_speed else dry_run(*arguments) for name, arguments in SPEED.items()}
+    speed = {} if args.no_speed else SPEED
+    answers = {name: dry_run(*arguments) for name, arguments in speed.items()}
+    costs = [answer["seconds"] / dry_run("--no-time", *speed[name])["seconds"] for name, answer in answers.items()]
     kinds = accuracy_by_kind(predicted, found)
     figures = {
         "published_rows": len(errors),
         "median_error": round(statistics.median(errors), 4),
         "max_error": round(max(errors), 4),
         **{name: answer.get("seconds") for name, answer in answers.items()},
+        "seconds_with_time_over_without": round(max(costs), 2) if costs else None,
         **figures_of_times(predicted),
     }
     failed = {run.name: found[run.name]["failed"] for run in runs if "failed" in found[run.name]}

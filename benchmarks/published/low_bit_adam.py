@@ -13,7 +13,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-STEPS, CLASSES = 3, 45
+STEPS, CLASSES = 4, 45
 
 
 def main() -> None:
