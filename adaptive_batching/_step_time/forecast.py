@@ -115,7 +115,8 @@ def kind_of(work: StepWork, step: StepSeconds, ranks: int) -> str:
 
 def uncounted_in(work: StepWork) -> dict[str, int]:
     """Return the operations that take longer than is counted, with how often they run."""
-    return dict(Counter(work.operations[n].name for n in work.order if work.operations[n].name.startswith(UNCOUNTED)))
+    names = Counter(work.operations[number].name for number in work.order)
+    return {name: times for name, times in names.items() if name.startswith(UNCOUNTED) and "norm" not in name}
 
 
 def _is_dequantizing(one: Operation) -> bool:

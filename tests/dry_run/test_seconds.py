@@ -11,7 +11,7 @@ import pytest
 
 from adaptive_batching._dry_run.calibration import as_option, read_correction, seconds_of_record
 from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
-from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of
+from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of, uncounted_in
 from adaptive_batching._step_time.seconds import (
     CONSTANTS,
     correction_for,
@@ -195,6 +195,11 @@ def test_the_kind_of_a_run_is_told_by_what_it_asks() -> None:
         ([PRODUCT, dequantize], 1, "4-bit weights"), ([TINY] * 50, 1, "limited by the host"),
     ):  # fmt: skip
         assert kind_of(work(*one), seconds_of_step(work(*one), A100), ranks) == kind
+
+
+def test_what_takes_longer_than_is_counted_is_named() -> None:
+    names = ["linalg_qr", "linalg_qr", "_fft_c2c", "linalg_vector_norm", "mul"]
+    assert uncounted_in(work(*[replace(TINY, name=name) for name in names])) == {"linalg_qr": 2, "_fft_c2c": 1}
 
 
 def test_a_card_of_one_s_own_is_read_and_a_mistake_in_it_named(tmp_path: Path) -> None:
