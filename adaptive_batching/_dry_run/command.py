@@ -69,8 +69,8 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
     )
     parser = subparsers.add_parser(
         "dry-run", prog=f"{prog} dry-run", help=text.split(":")[0] + ".", description=text,
-        usage="%(prog)s (--gpu NAME | --memory 24GiB) [options] -- COMMAND\n"
-        "       %(prog)s (--gpu NAME | --memory 24GiB) [options] RECIPE --config CONFIG [key=value ...]",
+        usage="%(prog)s (--gpu NAME | --card FILE | --memory 24GiB) [options] -- COMMAND\n"
+        "       %(prog)s (--gpu NAME | ...) [options] RECIPE --config CONFIG [key=value ...]",
         epilog=_EXAMPLES.format(prog=f"{prog} dry-run"), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     card = parser.add_argument_group("card")
@@ -196,6 +196,11 @@ def _checked(args: argparse.Namespace) -> Correction:
     if asked and (args.whole or not args.time):
         why = "--whole" if args.whole else "--no-time"
         raise ConfigError(f"--{asked[0].replace('_', '-')} has no effect with {why}, which tells no time")
+    if asked and args.memory is not None:
+        raise ConfigError(
+            f"--{asked[0].replace('_', '-')} has no effect with --memory: time is told of a card that is named (--gpu) or "
+            "described (--card)"
+        )
     return read_correction(args.correction)
 
 
@@ -205,6 +210,10 @@ def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: Comman
     if not command:
         raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
     is_recipe = args.command[0] != "--" and shutil.which(command[0]) is None
+    if is_recipe and args.epochs is not None:
+        raise ConfigError(
+            f"--epochs {args.epochs:g}: other data stand in for a recipe's; give --steps-in-all or --tokens"
+        )
     if column.batch_size is not None:
         command = _at_batch_size(command, column.batch_size, is_recipe=is_recipe)
     if is_recipe:

@@ -58,6 +58,10 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     if hours is not None:
         price = "" if cost is None else f" for {cost:,.2f}"
         lines.append(("in all", f"{hours:,.3g} hours{price}, without loading data, evaluation and checkpoints"))
+    elif length.epochs is not None:
+        lines.append(("in all", "not known: no loader said how long an epoch is; give --steps-in-all or --tokens"))
+    elif length.tokens is not None:
+        lines.append(("in all", "not known: the model's inputs are no tokens; give --steps-in-all"))
     return lines
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching._dry_run.calibration import as_option, read_correction, seconds_of_record
+from adaptive_batching._dry_run.times import time_in_words
 from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
 from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of, uncounted_in
 from adaptive_batching._step_time.seconds import (
@@ -175,6 +176,18 @@ def test_hours_and_cost_follow_from_epochs_steps_or_tokens() -> None:
         assert forecast.cost(replace(length, price=2.0)) == pytest.approx(hours * 4 * 2)
     assert forecast.hours(RunLength()) is None
     assert replace(forecast, steps_in_epoch=None).hours(RunLength(epochs=2)) is None
+
+
+def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_adds_up_to() -> None:
+    step = seconds_of_step(work(PRODUCT, KERNEL), A100)
+    forecast = Forecast(step, "one device", 1, samples=8, tokens=8192, uncounted={"linalg_qr": 2})
+    said = dict(reversed(time_in_words(forecast, RunLength(steps=1000, price=2.0))))
+    assert "a step, " in said["time"] and "tokens/s: matrix products " in said["time"]
+    assert said["within"].endswith("as nine in ten published runs do (one device)")
+    assert "linalg_qr (2)" in said["longer"] and " hours for " in said["in all"]
+    for length in (RunLength(epochs=1), RunLength(tokens=10)):
+        said = dict(time_in_words(replace(forecast, tokens=0), length))
+        assert said["in all"].startswith("not known") and "--steps-in-all" in said["in all"]
 
 
 def test_the_cheapest_and_the_fastest_that_fit_are_found() -> None:

@@ -171,6 +171,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("dry-run --gpu 4090 --steps-in-all 0 -- python x", ["--steps-in-all 0 must be at least 1"]),
     ("dry-run --gpu 4090 --tokens 1e9 --no-time -- python x", ["--tokens has no effect with --no-time"]),
     ("dry-run --gpu 4090 --price 2 --whole -- python x", ["--price has no effect with --whole"]),
+    ("dry-run --memory 24 --tokens 1e9 -- python x", ["--tokens has no effect with --memory"]),
+    (f"dry-run --gpu 4090 --epochs 3 lora_finetune_single_device --config {LORA}", ["--epochs 3: other data stand in"]),
     ("dry-run --gpu 4090 --correction 1.1 -- python x", ["--correction 1.1 must be card= or host="]),
     ("dry-run --gpu 4090 --calibrate no.jsonl -- python x", ["--calibrate no.jsonl: there is no such file"]),
     ("dry-run --gpu 4090 --batch-sizes 4,x -- python x", ["--batch-sizes 4,x must be numbers from 1 on"]),
