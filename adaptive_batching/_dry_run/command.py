@@ -198,8 +198,8 @@ def _checked(args: argparse.Namespace) -> Correction:
         raise ConfigError(f"--{asked[0].replace('_', '-')} has no effect with {why}, which tells no time")
     if asked and args.memory is not None:
         raise ConfigError(
-            f"--{asked[0].replace('_', '-')} has no effect with --memory: time is told of a card that is named (--gpu) or "
-            "described (--card)"
+            f"--{asked[0].replace('_', '-')} has no effect with --memory: time is told of a card that is named "
+            "(--gpu) or described (--card)"
         )
     return read_correction(args.correction)
 
