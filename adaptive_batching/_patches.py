@@ -39,6 +39,10 @@ PRIVATE = {
     "torch._C._cuda_resetPeakMemoryStats": "forgets peaks, which are kept before",
     "torch.cuda._lazy_call": "begins when the script first asks for the device",
     "torch.cuda.memory._snapshot": "has the allocator's history",
+    "torch._C._autograd": "has the numbers of autograd's nodes",
+    "torch._C._autograd._get_sequence_nr": "tells which line a part of the backward pass belongs to",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "knows what an operation of a library is made of",
+    "torch._ops": "has the class of operations",
     # Recipes
     "torch._dynamo": "has the number of sizes that are compiled",
     "torch.cuda.memory._record_memory_history": "records allocations, for stock's profiler and a dry run",
@@ -99,6 +103,9 @@ PROCESS_WIDE = {
     "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan; logging is by -q, too",
     # Of a process of somebody's script in a dry run, which is there for nothing else
     "torch._C._cuda_resetPeakMemoryStats": "keeps peaks that are about to be forgotten",
+    "torch.cuda.CUDAGraph.capture_begin, capture_end, replay": "count steps, and tell what a graph asks for",
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": "tells which compiled kernels a step asks for",
+    "triton.runtime.jit.JITFunction.run": "tells which kernels of Triton a step asks for",
     # To the end of the process: glibc and oneDNN cannot tell what was set before, and read it once
     "mallopt, ONEDNN_PRIMITIVE_CACHE_CAPACITY, LRU_CACHE_CAPACITY": "let a CPU with a limit keep less for later",
 }
