@@ -16,8 +16,7 @@ from adaptive_batching._dry_run.times import time_as_object, time_in_words
 from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, outside_of_allocator
 from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
-from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, seconds_of_step
-from adaptive_batching._step_time.step_work import StepWork
+from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, StepSeconds, seconds_of_step
 from adaptive_batching._values import DRY_RUN, memory_size
 
 VERSION = 1
@@ -74,12 +73,10 @@ class DryRun:
     @functools.cached_property
     def forecast(self) -> Forecast | None:
         """How long a step takes, which is as long as that of the slowest process; None if it is not known."""
-        gpu = self.card.gpu
         fits = self.answer in (Answer.FITS, Answer.TIGHT)
-        if gpu is None or not fits or not self.works or self.work_trouble is not None:
+        if self.slowest is None or not fits or self.work_trouble is not None:
             return None
-        steps = [(seconds_of_step(one.work, gpu, self.correction), one) for one in self.works]
-        step, slowest = max(steps, key=lambda pair: pair[0].seconds)
+        step, slowest = self.slowest
         devices = max(slowest.ranks, len(self.works))
         each = devices / len(self.works)  # of a group that is not real, one process runs for all
         batches = slowest.counts.batches
@@ -91,12 +88,12 @@ class DryRun:
             uncounted=uncounted_in(slowest.work),
         )  # fmt: skip
 
-    @property
-    def slowest_work(self) -> StepWork | None:
-        """What a step of the process asks that takes longest."""
+    @functools.cached_property
+    def slowest(self) -> tuple[StepSeconds, ProcessWork] | None:
+        """The step that takes longest, with the work of its process; None if no work was noted, or no card named."""
         gpu = self.card.gpu
-        works = [] if gpu is None else [(seconds_of_step(one.work, gpu).seconds, one.work) for one in self.works]
-        return max(works, key=lambda pair: pair[0])[1] if works else None
+        steps = [] if gpu is None else [(seconds_of_step(one.work, gpu, self.correction), one) for one in self.works]
+        return max(steps, key=lambda pair: pair[0].seconds, default=None)
 
     @property
     def work_trouble(self) -> str | None:

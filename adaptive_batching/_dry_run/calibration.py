@@ -20,10 +20,10 @@ def corrected_by(record: Path, run: DryRun) -> Correction:
     Raises:
         ConfigError: If the record tells too little, or the dry run does not say how long a step takes.
     """
-    if run.forecast is None or run.slowest_work is None or run.card.gpu is None:
+    if run.forecast is None or run.slowest is None or run.card.gpu is None:
         raise ConfigError(f"--calibrate {record}: this dry run says no time to compare with ({run.why_no_time})")
     seconds = seconds_of_record(record, run.forecast.tokens)
-    return correction_for(seconds, run.slowest_work, run.card.gpu)
+    return correction_for(seconds, run.slowest[1].work, run.card.gpu)
 
 
 def seconds_of_record(record: Path, tokens: int) -> float:
@@ -37,10 +37,13 @@ def seconds_of_record(record: Path, tokens: int) -> float:
         events = read_events(record)
     except (RecordError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--calibrate {record} cannot be read: {error}") from None
-    steps = [step for step in events["step"] if step.get("seconds")][WARM_UP:]
-    if len(steps) < LEAST_STEPS:
-        least = WARM_UP + LEAST_STEPS
-        raise ConfigError(f"--calibrate {record} has {len(steps) + WARM_UP} timed steps at most; it takes {least}")
+    timed = [step for step in events["step"] if step.get("seconds")]
+    least = WARM_UP + LEAST_STEPS
+    if len(timed) < least:
+        raise ConfigError(
+            f"--calibrate {record} has {len(timed)} timed steps; give the record of a run of {least} or more"
+        )
+    steps = timed[WARM_UP:]
     ranks = max((int(begun.get("ranks") or 1) for begun in events["run"]), default=1)
     if tokens and all(step.get("padded_tokens") for step in steps):
         each = tokens / ranks

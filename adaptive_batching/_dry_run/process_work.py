@@ -1,4 +1,4 @@
-"""What a step of a process asks of its device, as the process writes it and the answer reads it, without torch."""
+"""The file in which a process leaves what a step asks of its device. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SUFFIX = ".work"  # of the file of a process, whose name is its number
 
 @dataclass(frozen=True)
 class Counts:
-    """What a script has drawn and run so far."""
+    """Counts of what a script has drawn and run so far."""
 
     samples: int = 0
     """Rows of the inputs of the model."""
     tokens: int = 0
     """Of these, padding included; 0 where inputs are not tokens."""
     batches: int = 0
-    """That loaders have handed out."""
+    """Batches that loaders have handed out."""
     batches_in_epoch: int = 0
     """Of the loader that handed out the last one; 0 if it does not say."""
 
@@ -36,7 +36,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ProcessWork:
-    """What a step of one process asks of its device, and what it is made of."""
+    """The work of a step in one process, with its samples and tokens."""
 
     rank: int
     ranks: int

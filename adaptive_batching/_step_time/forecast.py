@@ -1,4 +1,4 @@
-"""What a step's seconds mean to someone who pays for them: tokens a second, hours, cost, and how far to trust them."""
+"""Tokens a second, hours and cost of a run, from the seconds of a step, and how far to trust them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NO_LENGTH = RunLength()
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step takes, of all devices together."""
+    """Time and throughput of a step on all devices together."""
 
     step: StepSeconds
     kind: str

@@ -1,4 +1,4 @@
-"""What an operation of torch asks for: bytes, products with their shapes, attention and convolutions."""
+"""Read from a call of a torch operation what it asks of a device: bytes, and the work of products and attention."""
 
 from __future__ import annotations
 

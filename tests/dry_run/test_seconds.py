@@ -162,7 +162,7 @@ def test_a_record_tells_the_seconds_of_a_step_by_its_tokens_without_the_first_st
     path = write_record(tmp_path, [*first, *later])
     assert seconds_of_record(path, tokens=4000) == pytest.approx(2.0)  # 2,000 on each of two devices
     assert seconds_of_record(path, tokens=0) == pytest.approx(0.006)
-    with pytest.raises(ConfigError, match="timed steps"):
+    with pytest.raises(ConfigError, match="3 timed steps; give the record of a run of 6 or more"):
         seconds_of_record(write_record(tmp_path, first), 4000)
 
 
