@@ -21,6 +21,7 @@ from adaptive_batching import ConfigError
 from adaptive_batching.__main__ import main
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.names import config_files
+from adaptive_batching._values import Mistake
 from adaptive_batching.torchtune import load_stock
 from recipes import full_finetune_single_device as full
 from recipes import lora_dpo_single_device as lora_dpo
@@ -491,6 +492,28 @@ def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, mo
     told = str(end.value)
     assert told.startswith("error: out of memory before training, where the model and its data are set up (CUDA out of")
     assert "LoRA" in told and "checkpoints" not in told and "forward" not in told and "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["no batch_size", "no batch_size"], 1),
+        (["no batch_size", "no batch_size", "no dataset"], 2),  # what only one rank knows is not lost
+    ],
+)
+def test_a_line_is_told_by_one_process_of_a_host_however_late_it_comes(
+    lines: list[str], told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Any] = []
+    for rank, line in enumerate(lines):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        (tmp_path / str(rank)).mkdir()
+        with pytest.raises(SystemExit) as end, mistakes_in_one_line("anywhere"):
+            raise ConfigError(line)
+        ends.append(end.value)
+    assert [end.code for end in ends] == [2] * len(lines)
+    assert sum(isinstance(end, Mistake) for end in ends) == told
+    assert all((tmp_path / str(rank) / "error.json").exists() for rank in range(len(lines))), "for torchrun's summary"
 
 
 def test_the_summary_that_torchrun_prints_ends_in_the_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

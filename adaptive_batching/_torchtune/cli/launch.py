@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -92,11 +93,8 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
         except Exception as error:
             if begun:
                 raise
-            line = _mistake(error)
-            _wait_for_the_rank_that_tells(error)
-            _tell_torchrun(f"error: {line}")
             with told():
-                raise Mistake(f"error: {line}") from None
+                raise _end(f"error: {_mistake(error)}", error, Mistake) from None
 
     return main
 
@@ -257,14 +255,21 @@ def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
             line = f"out of memory {where} ({first_line(error)}){remedy}"
         else:
             raise
-        _wait_for_the_rank_that_tells(error)
-        if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
-            sys.stderr.write(_frames_of_the_user(error))
-        else:
-            log.debug("in full:", exc_info=error)
-        _tell_torchrun(f"error: {line}")
         is_mistake = isinstance(error, (ConfigError, IncreaseFunctionError, OmegaConfBaseException))
-        raise (Mistake if is_mistake else SystemExit)(f"error: {line}") from None
+        raise _end(f"error: {line}", error, Mistake if is_mistake else SystemExit) from None
+
+
+def _end(line: str, error: Exception, kind: type[SystemExit]) -> SystemExit:
+    """Return what ends this process with ``line``, or without a word if another process of this host has told it."""
+    _wait_for_the_rank_that_tells(error)
+    _tell_torchrun(line)
+    if not _is_first_to_tell(line):
+        return SystemExit(2 if kind is Mistake else 1)
+    if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
+        sys.stderr.write(_frames_of_the_user(error))
+    else:
+        log.debug("in full:", exc_info=error)
+    return kind(line)
 
 
 def _tell_torchrun(line: str) -> None:
@@ -278,6 +283,23 @@ def _tell_torchrun(line: str) -> None:
         error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": error}))
+
+
+def _is_first_to_tell(line: str) -> bool:
+    """Mark a line as told in the folder that torchrun makes for its processes on a host, unless it is told already.
+
+    Waiting for the first rank alone does not do: on a busy host it may come later than all that wait for it.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return True
+    of_this_launch = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]  # above each rank's own
+    try:
+        (of_this_launch / f"told_{hashlib.sha256(line.encode()).hexdigest()[:16]}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # told twice rather than never
+        return True
+    return True
 
 
 def _wait_for_the_rank_that_tells(error: Exception) -> None:
