@@ -185,6 +185,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"dry-run --memory 24 --devices 2 lora_finetune_single_device --config {LORA}", ["--devices 2"]),
     (f"dry-run --memory 24 lora_finetune_single_device --config {LORA} batch", ["write key=value"]),
     # files
+    ("validate llama3_1/8B_full optimizer_in_bwd=True micro_batch_size=auto", ["several devices", "_in_bwd=F"]),
     ("validate missing.yaml", ["the file 'missing.yaml' does not exist"]),
     ("validate folder", ["no config 'folder'"]),
     ("validate list.yaml", ["list.yaml is not a config: it must map keys to values"]),

@@ -206,6 +206,7 @@ def check_settings(cfg: DictConfig, name: str | None) -> None:
         return
     if name is not None:
         check_keys(cfg, name)
+        read_settings(cfg, warns=False, is_distributed=name.endswith("_distributed"))
     _check_training(cfg, None if name is None else recipe(name))
     if name == "ppo_full_finetune_single_device":
         check_ppo_settings(cfg)

@@ -38,7 +38,16 @@ _ELSEWHERE = {
 }
 
 
-def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
+def read_settings(cfg: DictConfig, *, warns: bool = True, is_distributed: bool | None = None) -> AdaptiveBatchingConfig:
+    """Read and validate what a config says about adaptive batching.
+
+    Args:
+        cfg: The config.
+        warns: Log the settings that do nothing.
+        is_distributed: True for a recipe that shards its model; None to ask this process, which may not be running it.
+    """
+    if is_distributed is None:
+        is_distributed = training.is_distributed()
     for key in map(str, cfg):
         _check_owner(key, cfg)
     check_names(cfg, {*FIELDS, *VALIDATION})
@@ -54,7 +63,7 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
         raise ConfigError(
             f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
-    if cfg.get("optimizer_in_bwd", False) and training.is_distributed():
+    if cfg.get("optimizer_in_bwd", False) and is_distributed:
         _check_against_optimizer_in_backward(cfg, settings)
     if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
         raise ConfigError(
