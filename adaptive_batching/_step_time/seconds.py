@@ -57,11 +57,12 @@ class Constants:
     next_launch: float = 0.5
     """Of `launch`, for each further kernel of an operation."""
 
-    kernel: float = 2 * MICROSECOND
-    """The least that a kernel takes."""
+    kernel: float = 3 * MICROSECOND
+    """Of the card, to begin and to end a kernel, whatever it moves."""
 
-    cached: float = 1.65
-    """Times the bandwidth, for what fits half of the level 2 cache."""
+    cached: float = 2.0
+    """Times the bandwidth, of a kernel whose bytes are nothing to the level 2 cache: by the share that still lies there
+    it falls to 1, at twice the cache."""
 
     link: float = 0.8
     """Of a link's rate."""
@@ -175,15 +176,15 @@ def _duration(one: Operation, card: Gpu, constants: Constants) -> float:
     if one.kind == "collective":
         return _collective(one, card, constants)
     bandwidth = card.bandwidth * GIGA * constants.bandwidth
-    if one.kind == "kernel" and one.bytes < card.cache_mib * MIB / 2:
-        bandwidth *= constants.cached
+    if one.kind == "kernel":
+        bandwidth *= 1 + (constants.cached - 1) * max(1 - one.bytes / (2 * card.cache_mib * MIB), 0.0)
     seconds = one.bytes / bandwidth
     if one.flops:
         share = constants.attention if one.kind == "attention" else constants.product
         if one.kind == "product" and len(one.shape) > 2:
             share *= useful_share(one.shape, card.processors)
         seconds = max(seconds, one.flops / (sustained(card, one.dtype) * TERA * share))
-    return max(seconds, constants.kernel * max(one.launches, 1))  # a graph launches its kernels itself
+    return seconds + constants.kernel * max(one.launches, 1)  # a graph launches its kernels itself
 
 
 def _collective(one: Operation, card: Gpu, constants: Constants) -> float:

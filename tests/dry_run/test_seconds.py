@@ -44,10 +44,14 @@ def test_a_large_product_takes_what_the_card_sustains() -> None:
 
 
 def test_a_kernel_takes_as_long_as_its_bytes_and_what_fits_the_cache_less() -> None:
-    assert seconds(KERNEL) == pytest.approx(2**30 / (A100.bandwidth * 1e9 * CONSTANTS.bandwidth))
-    small = replace(KERNEL, bytes=32 * 2**20)
-    in_cache, beyond = seconds(*[small] * 32, card=RTX_4090), seconds(KERNEL, card=RTX_4090)
-    assert in_cache == pytest.approx(beyond / CONSTANTS.cached, rel=0.05)
+    assert seconds(KERNEL) - CONSTANTS.kernel == pytest.approx(2**30 / (A100.bandwidth * 1e9 * CONSTANTS.bandwidth))
+    cache = RTX_4090.cache_mib * 2**20
+    rates = []
+    for size in (cache // 2, cache, 2 * cache, 4 * cache):
+        took = seconds(*[replace(KERNEL, bytes=size)] * 64, card=RTX_4090) / 64 - CONSTANTS.kernel
+        rates.append(size / took / (RTX_4090.bandwidth * 1e9 * CONSTANTS.bandwidth))
+    beyond = CONSTANTS.cached - 1
+    assert rates == pytest.approx([1 + 0.75 * beyond, 1 + 0.5 * beyond, 1, 1], rel=0.02)
 
 
 def test_small_kernels_take_as_long_as_the_host_takes_to_launch_them() -> None:
