@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from common import write_report
-from published_times import EXCLUDED, FITTED, TimedRow, mean_over_lengths, time_rows
+from published_times import EXCLUDED, FITTED, HELD_OUT, TimedRow, mean_over_lengths, time_rows
 from published_times import LIBRARIES as MORE_LIBRARIES
 
-from adaptive_batching._step_time.forecast import AGAINST_PUBLISHED
+from adaptive_batching._step_time.forecast import AGAINST_PUBLISHED, ONE_DEVICE
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "published"
@@ -234,7 +234,8 @@ def lines_of_times(predicted: dict[str, float], found: dict[str, dict[str, Any]]
     lines = ["| source | run | card | published | here | error | its peak | |", "|---|---|---|---|---|---|---|---|"]
     for row in time_rows():
         if row.name in predicted:
-            why = "fitted" if row.name in FITTED else "older torch" if row.is_old else "held out" * row.is_held_out
+            kinds = {"fitted": row.name in FITTED, "held out": row.name in HELD_OUT, "older torch": row.is_old}
+            why = "".join(kind for kind, applies in kinds.items() if applies)
             card = Path(row.card).stem.replace("_", " ")
             error = 100 * (predicted[row.name] / row.seconds - 1)
             peak = "-"
@@ -256,12 +257,12 @@ def share_of(errors: list[float], share: float, others: int = 0) -> float:
 def accuracy_by_kind(predicted: dict[str, float], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return what `AGAINST_PUBLISHED` should say of each kind of run: the rows that count, and their errors.
 
-    The error is the one that the next row of the kind does not exceed in nine cases of ten, were it drawn as these
-    were: with the row to come, they are one more than there are (split conformal prediction).
+    The error is one that the next row, were it drawn as these were, stays within nine times in ten: it is taken from
+    one row more than there are (split conformal prediction). With fewer than nine rows it is the largest there is.
     """
     errors: dict[str, list[float]] = {}
     for row in time_rows():
-        if row.name in predicted and row.name not in FITTED and not row.is_held_out:
+        if row.name in predicted and row.name not in (*FITTED, *HELD_OUT):
             kind = found[runs_of_times(row)[-1].name]["time"]["kind"]
             if not row.is_old or kind in ONLY_OLD:
                 errors.setdefault(kind, []).append(abs(predicted[row.name] / row.seconds - 1))
@@ -276,9 +277,9 @@ def figures_of_times(predicted: dict[str, float]) -> dict[str, float]:
     """Return the figures of the rows that count."""
     known = [row for row in time_rows() if row.name in predicted and row.name not in FITTED]
     errors = {row.name: abs(predicted[row.name] / row.seconds - 1) for row in known}
-    rows = [row for row in known if not row.is_held_out]
+    rows = [row for row in known if row.name not in HELD_OUT]
     counted, old = ([errors[row.name] for row in rows if row.is_old == is_old] for is_old in (False, True))
-    held_out = [errors[row.name] for row in known if row.is_held_out]
+    held_out = [errors[name] for name in HELD_OUT if name in errors]
     right, pairs = 0, 0
     for one, other in itertools.combinations((row for row in rows if not row.is_old), 2):
         if one.source == other.source and max(one.seconds, other.seconds) > 1.1 * min(one.seconds, other.seconds):
@@ -291,7 +292,7 @@ def figures_of_times(predicted: dict[str, float]) -> dict[str, float]:
         "time_max_error": share_of(counted, 1),
         "ranking_right": round(right / pairs, 3),
         "held_out_rows": len(held_out),
-        "held_out_within": sum(error <= AGAINST_PUBLISHED["one device"].nine_in_ten for error in held_out),
+        "held_out_within": sum(error <= AGAINST_PUBLISHED[ONE_DEVICE].nine_in_ten for error in held_out),
         "time_rows_of_older_torch": len(old),
         "time_median_error_of_older_torch": round(statistics.median(old), 3),
     }
@@ -334,8 +335,8 @@ FACTS = [
     "times: seconds of an optimizer step, in a step more. Constants were fitted to the three rows that say so, by an "
     "earlier model of the same form; two facts were put right after the rows had been looked at: cards whose products "
     "with sums in float32 run at half rate reach their peak, and a machine's cards share what its network brings",
-    "what a kernel takes besides its bytes, and how the cache fades, were chosen after looking at the rows of PEFT; the "
-    "eleven that are held out were predicted once, after that, and do not count either",
+    "what a kernel takes in addition to its work, and how the cache's gain falls with size, were chosen by the rows of "
+    "PEFT; eleven rows are held out: they were predicted for the first time after that, and do not count",
     "older torch: 1.12 to 2.1, with the libraries of then and attention by Triton; not counted, and shown",
 ]
 

@@ -23,7 +23,8 @@ class Accuracy:
 
     rows: int
     nine_in_ten: float
-    """The error that nine in ten do not exceed, the next run of the kind counted in, as a share."""
+    """The error, as a share, that the next run of the kind stays within nine times in ten; of fewer than nine rows the
+    largest error."""
 
 
 AGAINST_PUBLISHED = {

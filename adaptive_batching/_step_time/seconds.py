@@ -1,8 +1,9 @@
 """Seconds of a step on a card, by playing what it asks for on three clocks: the host's, the card's and the links'.
 
 Nothing was measured on a GPU. Rates are those of data sheets, times a few shares that `CONSTANTS` holds: three were
-fitted to the throughput that others published for three runs, and the rest is known of such cards. How far off the
-answers are is checked against many more runs, by `benchmarks/dry_run.py`.
+fitted to the throughput that others published for three runs, two were chosen by the times of PEFT's comparison, and
+the rest is known of such cards. How far off the answers are is checked against many more runs, by
+`benchmarks/dry_run.py`.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Constants:
     """Of `launch`, for each further kernel of an operation."""
 
     kernel: float = 3 * MICROSECOND
-    """Of the card, to begin and to end a kernel, whatever it moves."""
+    """What a kernel takes on the card in addition to its work. Chosen by the published runs of PEFT, as is `cached`."""
 
     cached: float = 2.0
-    """Times the bandwidth, of a kernel whose bytes are nothing to the level 2 cache: by the share that still lies there
-    it falls to 1, at twice the cache."""
+    """How many times the bandwidth the smallest kernels have in the level 2 cache. The gain falls linearly with a
+    kernel's bytes, to none at twice the cache's size."""
 
     link: float = 0.8
     """Of a link's rate."""

@@ -45,7 +45,7 @@ def test_a_large_product_takes_what_the_card_sustains() -> None:
 
 def test_a_kernel_takes_as_long_as_its_bytes_and_what_fits_the_cache_less() -> None:
     assert seconds(KERNEL) - CONSTANTS.kernel == pytest.approx(2**30 / (A100.bandwidth * 1e9 * CONSTANTS.bandwidth))
-    cache = RTX_4090.cache_mib * 2**20
+    cache = int(RTX_4090.cache_mib * 2**20)
     rates = []
     for size in (cache // 2, cache, 2 * cache, 4 * cache):
         took = seconds(*[replace(KERNEL, bytes=size)] * 64, card=RTX_4090) / 64 - CONSTANTS.kernel
