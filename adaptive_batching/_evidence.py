@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._kept_values import plain_parts
+from adaptive_batching._kept_values import hash_of, plain_parts
 from adaptive_batching._without_chance import WithoutChance
 
 Sample = TypeVar("Sample")
+Batch = TypeVar("Batch")
 T = TypeVar("T")
 
 _FIRST = 2**16  # numbers of each tensor that are changed, or compared
@@ -122,7 +123,7 @@ def losses_of_groups(
     )  # fmt: skip
 
 
-def without_gradients(run: Callable[[list[Sample]], T], samples: list[Sample]) -> T:
+def without_gradients(run: Callable[[Batch], T], samples: Batch) -> T:
     """Run a forward that keeps no activations, unless the loss takes gradients itself, such as a penalty on them."""
     try:
         with torch.no_grad():
@@ -200,17 +201,29 @@ def gradient_error(
     """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
 
     Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
-    gradient that is not finite, and the result is None.
+    gradient that is not finite, and the result is None. The error is inf if a run changes what is trained, or if hooks
+    take all gradients away, as those of an optimizer that steps within backward.
     """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    before = list(map(hash_of, trained))
     sketches = []
     with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
         for run in (together, apart):
             start_over()
             if not run():
                 return None
+            # A look at gradients alone would miss one, at the values another whose learning rate is still zero.
+            if _are_taken_away(trained) or list(map(hash_of, trained)) != before:
+                return math.inf, mode.rounding[1]
             sketches.append(GradientSketch(parameters))
     expected, actual = sketches
     scale = max(expected.norm, actual.norm)
     if not math.isfinite(scale):
         return None
     return (expected.distance(actual) / scale if scale else 0.0), mode.rounding[1]
+
+
+def _are_taken_away(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return True if there are no gradients, and hooks that have had them."""
+    have_hooks = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
+    return have_hooks and all(parameter.grad is None for parameter in parameters)

@@ -87,12 +87,14 @@ class Snapshot:
         self._cells: list[tuple[types.CellType, Any]] = []
         self._states: list[tuple[HasState, Any, Place | None]] = []
         self._kept: list[KeptTensor] = []
-        self._parameters: list[tuple[nn.Parameter, Place]] = []
+        self._parameters: list[tuple[nn.Parameter, Place | None]] = []
+        self._loose: list[nn.Parameter] = []  # of no module, as far as has been seen
         for owner in owners:
             self._follows_optimizers = isinstance(owner, Optimizer)
             self._look_into(owner)
         for module, name in places:
             self._look_at_place(module, name)
+        self._parameters += [(parameter, None) for parameter in self._loose if id(parameter) not in self._seen]
         self._hashes: list[tuple[nn.Parameter, int]] = []
         left = _COPIED_PARAMETERS
         for parameter, place in sorted(self._parameters, key=lambda pair: pair[0].nbytes):
@@ -248,10 +250,13 @@ class Snapshot:
             for module in value.modules():
                 self._look_into_module(module)
             return
+        if isinstance(value, nn.Parameter) and place is None:
+            if not self._follows_optimizers:  # whose groups name what others put back
+                self._loose.append(value)
+            return
         self._seen[id(value)] = value
         if isinstance(value, nn.Parameter):
-            if place is not None:
-                self._parameters.append((value, place))
+            self._parameters.append((value, place))
         elif isinstance(value, torch.Tensor):
             self._keep(value, place)
         elif (holder := holder_of(value)) is not None:
@@ -377,8 +382,12 @@ def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def _parameters_of(owners: Iterable[Any]) -> list[nn.Parameter]:
-    modules = [value for owner in owners for value in (owner, *getattr(owner, "__dict__", {}).values())]
-    parameters = (parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters())
+    parameters: list[nn.Parameter] = []
+    for value in (value for owner in owners for value in (owner, *getattr(owner, "__dict__", {}).values())):
+        if isinstance(value, nn.Module):
+            parameters += value.parameters()
+        elif isinstance(value, nn.Parameter):  # such as a temperature that a loss learns
+            parameters.append(value)
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 

@@ -147,3 +147,24 @@ def test_gradients_that_cannot_be_compared_tell_nothing() -> None:
     assert gradient_error(parameters, leave(1.0), lambda: False, lambda: None) is None, "memory has run out"
     assert gradient_error(parameters, leave(math.inf), leave(1.0), lambda: None) is None, "as a scaler finds out"
     assert gradient_error(parameters, leave(0.0), leave(0.0), lambda: None) == (0.0, 1e-4)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])  # which is zero where it warms up
+def test_an_optimizer_within_backward_shows_also_where_it_leaves_no_gradient(rate: float) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+
+    def step(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data -= rate * parameter.grad
+        parameter.grad = None
+
+    def start_over() -> None:
+        parameter.grad = None
+
+    def run() -> bool:
+        parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+        return True
+
+    assert gradient_error([parameter], run, run, start_over) == (0.0, 1e-4)
+    parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4)

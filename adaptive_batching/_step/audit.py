@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -84,6 +85,12 @@ class Audit:
             return False
         assert compared is not None
         error, rounding = map(self._ranks.largest, compared)
+        if error == math.inf:
+            raise ConfigError(
+                "a backward pass changes what is trained or takes the gradients away, as a hook of "
+                "register_post_accumulate_grad_hook does that steps an optimizer, so that each part of a batch would "
+                f"be a step of its own; step the optimizer after the backward pass, or {self._remedy}"
+            )
         if error > rounding:
             raise ConfigError(
                 f"the gradient of a batch in two parts is {100 * min(error, 1):.2g} % off that of the same batch in "

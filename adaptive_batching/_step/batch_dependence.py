@@ -12,11 +12,13 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from adaptive_batching._evidence import without_gradients
 from adaptive_batching._snapshot import rehearsal
 
 # Equal shapes use the same kernels, so values that the other samples do not affect are equal bit for bit. A mixture of
@@ -56,9 +58,10 @@ def find_batch_dependent_module(
         return name
     device = next(model.parameters(), torch.empty(0)).device
     with rehearsal([model, *owners], device) as start_over:
-        expected = _record(model, run, first, num_samples)
+        record = partial(without_gradients, partial(_record, model, run, num_samples))
+        expected = record(first)
         start_over()
-        outputs = _record(model, run, second, num_samples)
+        outputs = record(second)
     for call, rows in outputs.items():  # children finish before their parents
         went_in, came_out = map(_difference, rows, expected.get(call, ([], [])))
         if went_in is None or came_out is None:
@@ -82,7 +85,7 @@ def _leaves(values: Any) -> list[Any]:
     return tree_leaves(values)
 
 
-def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples: int | None) -> _Calls:
+def _record(model: nn.Module, run: Callable[[Any], Any], num_samples: int | None, batch: Any) -> _Calls:
     leaves = _leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     batch_size = next((v.shape[0] for v in leaves if isinstance(v, torch.Tensor) and v.dim() > 0), num_samples)
     assert batch_size is not None, type(batch)
@@ -104,8 +107,7 @@ def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples
             # raises inside a try.
             stack.enter_context(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             stack.enter_context(module.register_forward_hook(leave, always_call=True))
-        # Compiled code would not call the hooks.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
             run(batch)
     return calls
 

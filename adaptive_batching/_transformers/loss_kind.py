@@ -179,6 +179,7 @@ class _Trials:
 
     def __init__(self, trainer: Any, samples: Sequence[Sample], start_over: Callable[[], None], most: int) -> None:
         self._trainer, self._start_over = trainer, start_over
+        self._of_a_step = list(samples[: trainer.args.per_device_train_batch_size])
         self.batch_norm = find_batch_norm(trainer.model.train())  # which may refuse a batch of one
         self._mode = trainer.model.train if self.batch_norm is None else trainer.model.eval
         self._begin()
@@ -262,23 +263,36 @@ class _Trials:
         (mode or self._mode)()
 
     def _run(self, samples: list[Sample], number: Any) -> _Ran:
-        trainer = self._trainer
         try:
-            batch = trainer._prepare_inputs(collated(samples, trainer.data_collator))
-            numbers = [float(kind.count(batch, len(samples))) for kind in self._kinds]
-            given = None if number is None else torch.as_tensor(number, device=trainer.args.device)
-            # By this some losses divide what is a mean in a sum.
-            is_part = number is not None and any(samples is group for group in self._groups)
-            trainer.current_gradient_accumulation_steps = len(self._groups) if is_part else 1
-            with trainer.compute_loss_context_manager():
-                return float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=given)), numbers
+            return self._forward(samples, number)
         except Exception as error:
-            if is_out_of_memory(error) or len(samples) < 2 or "does not require grad" in str(error):
+            if is_out_of_memory(error) or "does not require grad" in str(error):
                 raise
+            runs, fails = "one sample", "two"
+            if len(samples) == 1:
+                if len(self._of_a_step) == 1:
+                    raise
+                runs, fails = f"{len(self._of_a_step)} samples", "one"
+                self._begin()
+                try:  # its own batch fails, too, if the error is the script's and not ours
+                    without_gradients(partial(self._forward, number=number), self._of_a_step)
+                except Exception:
+                    raise error from None
             raise ConfigError(
-                f"{type(trainer.model).__name__} runs one sample, and not two in a forward ({first_line(error)}); a "
-                "step cannot be split or probed with it, so train without adaptive"
+                f"{type(self._trainer.model).__name__} runs {runs}, and not {fails} in a forward "
+                f"({first_line(error)}); a step cannot be split or probed with it, so train without adaptive"
             ) from error
+
+    def _forward(self, samples: list[Sample], number: Any) -> _Ran:
+        trainer = self._trainer
+        batch = trainer._prepare_inputs(collated(samples, trainer.data_collator))
+        numbers = [float(kind.count(batch, len(samples))) for kind in self._kinds]
+        given = None if number is None else torch.as_tensor(number, device=trainer.args.device)
+        # By this some losses divide what is a mean in a sum.
+        is_part = number is not None and any(samples is group for group in self._groups)
+        trainer.current_gradient_accumulation_steps = len(self._groups) if is_part else 1
+        with trainer.compute_loss_context_manager():
+            return float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=given)), numbers
 
     def _as_sums(self, kind: LossKind, ran: _Ran) -> list[float]:
         loss, number = ran[0], ran[1][self._kinds.index(kind)]

@@ -168,6 +168,52 @@ def bert(**settings: Any) -> Any:
     return trainers.make_bert(**settings)
 
 
+def stepping_in_backward() -> Any:
+    """A model whose weights are stepped where their gradients arrive, which are gone afterwards, as with LOMO."""
+    model = llama()
+
+    def step(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter -= 0.05 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def clamping() -> Any:
+    """Clamps each gradient that arrives, whatever it is a part of."""
+    model = llama()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+    return model
+
+
+def spectral() -> Any:
+    model = classes()
+    model.classifier = nn.utils.parametrizations.spectral_norm(model.classifier)
+    return model
+
+
+class LastOfAll(nn.Module):
+    """Reads a row to its end, with what it is padded by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(128, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: Any = None) -> dict[str, Any]:
+        logits = self.head(self.lstm(self.embed(input_ids))[0][:, -1])
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def recurrent() -> Any:
+    torch.manual_seed(0)
+    return LastOfAll()
+
+
 # --- trainers
 
 SETTINGS = {"num_train_epochs": 1, "learning_rate": 0.05, "optim": "sgd", "warmup_steps": 0, "max_grad_norm": 1e9}
@@ -658,6 +704,54 @@ class Lengthy(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 # --- the habits
 
+
+class TemperatureTrainer(AveragingTrainer):
+    """Learns a temperature, which is a parameter of the trainer and not of its model."""
+
+    optimizer: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD([*self.model.parameters(), self.temperature], lr=0.05)
+        return self.optimizer
+
+
+def by_temperature(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    logits, labels = shifted(model, inputs)
+    return F.cross_entropy(logits / trainer.temperature, labels, ignore_index=IGNORED)
+
+
+def balanced_by_gradients(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """Two losses weighed by the norms of their gradients, over the batch, as GradNorm does."""
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    losses = F.cross_entropy(logits, inputs["labels"]), logits.square().mean()
+    head = model.classifier.weight
+    norms = [torch.autograd.grad(loss, head, retain_graph=True)[0].norm() for loss in losses]
+    return losses[0] + losses[1] * (norms[0] / norms[1]).detach()
+
+
+def in_halves(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """Sees that a batch has 8 samples, as a script with ``drop_last`` may."""
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return F.cross_entropy(logits.view(8, -1), inputs["labels"])
+
+
+class Thawing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Trains all layers after the first step, and keeps a moving average of the weights."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.requires_grad_(True)
+        for name, weight in model.state_dict().items():
+            self.average[name] = torch.lerp(self.average.get(name, weight.clone()), weight, 0.1)
+
+
 REFUSED = "."
 """Refused, in whatever words."""
 
@@ -734,6 +828,15 @@ HABITS: Mapping[str, Habit] = {
     "no sample has targets, and a mean": Habit(making(bert, data=without_targets(0)), "target"),
     "data with a length and no items": Habit(making(data=Lengthy), "a length and no items"),
     "T5": Habit(making(trainers.make_t5)),
+    "label_smoothing_factor": Habit(making(label_smoothing_factor=0.1)),
+    "an optimizer in backward": Habit(making(stepping_in_backward), "register_post_accumulate_grad_hook"),
+    "a parameter of the trainer": Habit(computing(by_temperature, kind=TemperatureTrainer)),
+    "losses balanced by their gradients": Habit(of_classes(balanced_by_gradients, kind=AveragingTrainer), REFUSED),
+    "a batch of eight": Habit(of_classes(in_halves, kind=AveragingTrainer), "runs 8 samples, and not one"),
+    "gradients that are clamped": Habit(making(clamping), REFUSED),
+    "spectral norm": Habit(making(spectral, collator=trainers.collate_classes), REFUSED),
+    "an LSTM over padding": Habit(making(recurrent, collator=trainers.collate_classes), REFUSED),
+    "layers that thaw, and an average of weights": Habit(making(frozen, callbacks=[Thawing()])),
 }
 
 
