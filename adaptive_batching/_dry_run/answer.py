@@ -85,7 +85,7 @@ class DryRun:
             samples=round(each * sum(one.counts.samples for one in self.works)),
             tokens=round(each * sum(one.counts.tokens for one in self.works)),
             steps_in_epoch=slowest.counts.batches_in_epoch / batches if batches else None,
-            uncounted=uncounted_in(slowest.work),
+            uncounted=uncounted_in(slowest.work), card=self.card.gpu.name if self.card.gpu else "",
         )  # fmt: skip
 
     @functools.cached_property

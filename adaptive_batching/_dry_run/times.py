@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptive_batching._step_time.forecast import Forecast, RunLength, in_seconds
+from adaptive_batching._step_time.forecast import Forecast, RunLength, in_seconds, unlike
 from adaptive_batching._step_time.seconds import LIMITS, Correction, largest_lines
 
 MOST_LINES = 3
@@ -49,7 +49,8 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     known = f"no published run of this kind ({forecast.kind}) to hold it against"
     if forecast.between is not None:
         low, high = forecast.between
-        known = f"{in_seconds(low)} to {in_seconds(high)}, as nine in ten published runs do ({forecast.kind})"
+        like = f"as nine in ten published runs do ({forecast.kind}){unlike(forecast.card)}"
+        known = f"{in_seconds(low)} to {in_seconds(high)}, {like}"
     lines.append(("within", known))
     if forecast.uncounted:
         names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())

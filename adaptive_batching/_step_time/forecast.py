@@ -33,6 +33,14 @@ AGAINST_PUBLISHED = {
 }  # fmt: skip
 """By kind of run; `benchmarks/dry_run.py` measures again. Convolutions are of torch 1.12, others of 2.4 and later."""
 
+CARDS_OF_PUBLISHED = {"A100-40GB", "A100-80GB", "H100", "L40S", "RTX 3090", "RTX 4070 Ti Super", "RTX 4090"}
+"""That these runs are of, most of them on an A100, an H100 or an L40S."""
+
+
+def unlike(card: str) -> str:
+    """Return what is to be said of a card that no published run was on; nothing of others."""
+    return "" if card in CARDS_OF_PUBLISHED else f"; none on {card}, where it may be further off"
+
 
 @dataclass(frozen=True)
 class RunLength:
@@ -62,6 +70,9 @@ class Forecast:
     steps_in_epoch: float | None = None
     uncounted: Mapping[str, int] = field(default_factory=dict)
     """Operations that take longer than is counted, and how often they run."""
+
+    card: str = ""
+    """The name of the card."""
 
     @property
     def between(self) -> tuple[float, float] | None:

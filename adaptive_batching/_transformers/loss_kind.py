@@ -134,7 +134,7 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
         if not math.isfinite(total):
             raise ConfigError(
                 f"the loss of {name} is not finite before training ({total}), on samples that have targets; look at "
-                "the weights that it begins with"
+                "the weights that it begins with, and for a mean over nothing, as of a class that a batch lacks"
             )
         module = tried.batch_norm
         if kind is None and module is None:  # what computes over the batch, or draws, may do so in training alone

@@ -184,10 +184,12 @@ def test_hours_and_cost_follow_from_epochs_steps_or_tokens() -> None:
 
 def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_adds_up_to() -> None:
     step = seconds_of_step(work(PRODUCT, KERNEL), A100)
-    forecast = Forecast(step, "one device", 1, samples=8, tokens=8192, uncounted={"linalg_qr": 2})
+    forecast = Forecast(step, "one device", 1, samples=8, tokens=8192, uncounted={"linalg_qr": 2}, card="H100")
     said = dict(reversed(time_in_words(forecast, RunLength(steps=1000, price=2.0))))
     assert "a step, " in said["time"] and "tokens/s: matrix products " in said["time"]
     assert said["within"].endswith("as nine in ten published runs do (one device)")
+    elsewhere = dict(time_in_words(replace(forecast, card="RTX 5090"), RunLength()))["within"]
+    assert "none on RTX 5090, where it may be further off" in elsewhere
     assert "linalg_qr (2)" in said["longer"] and " hours for " in said["in all"]
     for length in (RunLength(epochs=1), RunLength(tokens=10)):
         said = dict(time_in_words(replace(forecast, tokens=0), length))
