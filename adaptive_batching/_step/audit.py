@@ -89,7 +89,7 @@ class Audit:
             raise ConfigError(
                 "a backward pass changes what is trained or takes the gradients away, as a hook of "
                 "register_post_accumulate_grad_hook does that steps an optimizer, so that each part of a batch would "
-                f"be a step of its own; step the optimizer after the backward pass, or {self._remedy}"
+                "be a step of its own; step the optimizer after the backward pass, or train without adaptive batching"
             )
         if error > rounding:
             raise ConfigError(

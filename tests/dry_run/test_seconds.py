@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from adaptive_batching._dry_run import compared
 from adaptive_batching._dry_run.calibration import as_option, read_correction, seconds_of_record
 from adaptive_batching._dry_run.times import time_in_words
 from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
@@ -241,3 +243,14 @@ def test_a_card_of_one_s_own_is_read_and_a_mistake_in_it_named(tmp_path: Path) -
 def test_work_is_written_and_read_as_it_was() -> None:
     step = work(PRODUCT, KERNEL, TINY, PRODUCT)
     assert StepWork.from_object(json.loads(json.dumps(step.as_object()))) == step
+
+
+def test_a_table_of_cards_names_those_that_no_published_run_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared, "as_object", lambda run, length: {})
+    step = seconds_of_step(work(PRODUCT), H100)
+    for cards, said in (["H100", "RTX 4090"], None), (["H100", "H200", "B200"], "to hold times against: H200, B200"):
+        columns = [compared.Column(card, None, RunLength(), None) for card in cards]
+        forecasts = [Forecast(step, "one device", 1, 8, 8192, card=card) for card in cards]
+        runs = [SimpleNamespace(forecast=forecast, worst=None, answer="fits") for forecast in forecasts]
+        _, lines = compared.compare(columns, runs)  # type: ignore[arg-type]
+        assert len(lines) == len(cards) + 1 if said is None else lines[-1].endswith(said)
