@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,11 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
     assert re.search(r"out of memory with 1 sample of up to \d+ tokens, which cannot be split: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
-    words = read_page(launched[0] / "hopeless" / "adaptive_batching" / "report.html").words["error"]
+    page = launched[0] / "hopeless" / "adaptive_batching" / "report.html"
+    words, latest = "", time.monotonic() + 60
+    while words.count("DoesNotFitError on rank") < 2 and time.monotonic() < latest:  # no rank that fails waits for it
+        time.sleep(0.1)
+        words = read_page(page).words["error"] if page.exists() else ""
     assert "DoesNotFitError on rank 0" in words and "out of memory on another rank" in words
     assert "DoesNotFitError on rank 1" in words and errors[1].splitlines()[0].removeprefix("error: ") in words
 
