@@ -202,7 +202,7 @@ def gradient_error(
 
     Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
     gradient that is not finite, and the result is None. The error is inf if a run changes what is trained, or if hooks
-    take all gradients away, as those of an optimizer that steps within backward.
+    take gradients away, as those of an optimizer that steps within backward.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     before = list(map(hash_of, trained))
@@ -210,10 +210,11 @@ def gradient_error(
     with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
         for run in (together, apart):
             start_over()
-            if not run():
-                return None
-            # A look at gradients alone would miss one, at the values another whose learning rate is still zero.
-            if _are_taken_away(trained) or list(map(hash_of, trained)) != before:
+            with _taken_away(trained) as taken:
+                if not run():
+                    return None
+            # Values alone would not show an optimizer whose learning rate is still zero.
+            if any(taken) or list(map(hash_of, trained)) != before:
                 return math.inf, mode.rounding[1]
             sketches.append(GradientSketch(parameters))
     expected, actual = sketches
@@ -223,7 +224,15 @@ def gradient_error(
     return (expected.distance(actual) / scale if scale else 0.0), mode.rounding[1]
 
 
-def _are_taken_away(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return True if there are no gradients, and hooks that have had them."""
-    have_hooks = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
-    return have_hooks and all(parameter.grad is None for parameter in parameters)
+@contextlib.contextmanager
+def _taken_away(parameters: Iterable[nn.Parameter]) -> Iterator[list[bool]]:
+    """Give a list that gets, of each gradient which hooks have had inside, if they have taken it away."""
+    taken: list[bool] = []
+    with contextlib.ExitStack() as stack:
+        for parameter in parameters:
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):  # ours comes after these
+                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda parameter: taken.append(parameter.grad is None)
+                )
+                stack.callback(handle.remove)
+        yield taken

@@ -165,6 +165,13 @@ def test_an_optimizer_within_backward_shows_also_where_it_leaves_no_gradient(rat
         parameter.square().sum().backward()  # type: ignore[no-untyped-call]
         return True
 
+    def run_without_targets() -> bool:
+        return True
+
     assert gradient_error([parameter], run, run, start_over) == (0.0, 1e-4)
+    logs = parameter.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+    for runs in (run, run_without_targets):
+        assert gradient_error([parameter], runs, runs, start_over) == (0.0, 1e-4), "a hook that only looks"
+    logs.remove()
     parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
     assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4)
