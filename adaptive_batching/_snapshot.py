@@ -88,13 +88,13 @@ class Snapshot:
         self._states: list[tuple[HasState, Any, Place | None]] = []
         self._kept: list[KeptTensor] = []
         self._parameters: list[tuple[nn.Parameter, Place | None]] = []
-        self._loose: list[nn.Parameter] = []  # of no module, as far as has been seen
+        self._loose: dict[int, nn.Parameter] = {}  # of no module, as far as has been seen
         for owner in owners:
             self._follows_optimizers = isinstance(owner, Optimizer)
             self._look_into(owner)
         for module, name in places:
             self._look_at_place(module, name)
-        self._parameters += [(parameter, None) for parameter in self._loose if id(parameter) not in self._seen]
+        self._parameters += [(parameter, None) for key, parameter in self._loose.items() if key not in self._seen]
         self._hashes: list[tuple[nn.Parameter, int]] = []
         left = _COPIED_PARAMETERS
         for parameter, place in sorted(self._parameters, key=lambda pair: pair[0].nbytes):
@@ -252,7 +252,7 @@ class Snapshot:
             return
         if isinstance(value, nn.Parameter) and place is None:
             if not self._follows_optimizers:  # whose groups name what others put back
-                self._loose.append(value)
+                self._loose[id(value)] = value
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Parameter):

@@ -254,20 +254,22 @@ def share_of(errors: list[float], share: float, others: int = 0) -> float:
     return round(sorted(errors)[min(max(most, 1), len(errors)) - 1], 3)
 
 
-def accuracy_by_kind(predicted: dict[str, float], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+def accuracy_by_kind(predicted: dict[str, float], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what `AGAINST_PUBLISHED` should say of each kind of run: the rows that count, and their errors.
 
     The error is one that the next row, were it drawn as these were, stays within nine times in ten: it is taken from
     one row more than there are (split conformal prediction). With fewer than nine rows it is the largest there is.
     """
     errors: dict[str, list[float]] = {}
+    cards: dict[str, set[str]] = {}
     for row in time_rows():
         if row.name in predicted and row.name not in (*FITTED, *HELD_OUT):
             kind = found[runs_of_times(row)[-1].name]["time"]["kind"]
             if not row.is_old or kind in ONLY_OLD:
                 errors.setdefault(kind, []).append(abs(predicted[row.name] / row.seconds - 1))
+                cards.setdefault(kind, set()).add(row.gpu.name)
     return {
-        kind: {"rows": len(some), "nine_in_ten": share_of(some, 0.9, others=1)}
+        kind: {"rows": len(some), "nine_in_ten": share_of(some, 0.9, others=1), "cards": tuple(sorted(cards[kind]))}
         for kind, some in errors.items()
         if len(some) >= LEAST_ROWS
     }

@@ -13,6 +13,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaptive_batching._gpus import Gpu, find_gpus, read_card
+
 PROGRAMS = Path(__file__).parent / "published"
 H100_HBM2E = "h100_hbm2e.json"
 OLD = ("mpt ", "timm ")  # torch 1.12 to 2.1
@@ -67,6 +69,10 @@ class TimedRow:
         """Options of `dry-run`, the card among them."""
         how = "--card" if self.card.endswith(".json") else "--gpu"
         return (how, str(PROGRAMS / self.card) if how == "--card" else self.card, *self.arguments)
+
+    @property
+    def gpu(self) -> Gpu:
+        return read_card(PROGRAMS / self.card) if self.card.endswith(".json") else find_gpus(self.card)[0]
 
     @property
     def is_old(self) -> bool:

@@ -147,6 +147,7 @@ def test_gradients_that_cannot_be_compared_tell_nothing() -> None:
     assert gradient_error(parameters, leave(1.0), lambda: False, lambda: None) is None, "memory has run out"
     assert gradient_error(parameters, leave(math.inf), leave(1.0), lambda: None) is None, "as a scaler finds out"
     assert gradient_error(parameters, leave(0.0), leave(0.0), lambda: None) == (0.0, 1e-4)
+    assert gradient_error(parameters, leave(1.0), leave(math.nan), lambda: None) == (2.0, 1e-4), "in parts alone"
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])  # which is zero where it warms up

@@ -81,11 +81,11 @@ class DryRun:
         each = devices / len(self.works)  # of a group that is not real, one process runs for all
         batches = slowest.counts.batches
         return Forecast(
-            step, kind_of(slowest.work, step, devices), devices,
+            step, self.card.name, kind_of(slowest.work, step, devices), devices,
             samples=round(each * sum(one.counts.samples for one in self.works)),
             tokens=round(each * sum(one.counts.tokens for one in self.works)),
             steps_in_epoch=slowest.counts.batches_in_epoch / batches if batches else None,
-            uncounted=uncounted_in(slowest.work), card=self.card.gpu.name if self.card.gpu else "",
+            uncounted=uncounted_in(slowest.work),
         )  # fmt: skip
 
     @functools.cached_property

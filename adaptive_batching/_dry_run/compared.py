@@ -9,13 +9,7 @@ from typing import Any
 from adaptive_batching._dry_run.answer import DryRun, as_object
 from adaptive_batching._dry_run.times import in_a_second
 from adaptive_batching._gpus import Gpu
-from adaptive_batching._step_time.forecast import (
-    CARDS_OF_PUBLISHED,
-    Forecast,
-    RunLength,
-    cheapest_and_fastest,
-    in_seconds,
-)
+from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, in_seconds
 from adaptive_batching._values import memory_size
 
 LEAST_GAIN = 0.02  # of tokens a second, for which a larger batch is worth its memory
@@ -54,9 +48,10 @@ def compare(columns: Sequence[Column], runs: Sequence[DryRun]) -> tuple[dict[str
     kept = [index for index in range(len(rows[0])) if any(row[index] not in ("", "-") for row in rows[1:])]
     widths = {index: max(len(row[index]) for row in rows) for index in kept}
     lines = ["  ".join(row[index].ljust(widths[index]) for index in kept).rstrip() for row in rows]
-    unlike = dict.fromkeys(one.card for one in forecasts if one is not None and one.card not in CARDS_OF_PUBLISHED)
-    if unlike:
-        lines += ["", f"no published run to hold times against: {', '.join(unlike)}"]
+    known = [one for one in forecasts if one is not None]
+    alone = dict.fromkeys(one.card for one in known if one.accuracy is None or one.card not in one.accuracy.cards)
+    if alone:
+        lines += ["", f"no published run to hold times against: {', '.join(alone)}"]
     shown = [
         {"name": column.name, "batch_size": column.batch_size, **as_object(run, column.length)}
         for column, run in zip(columns, runs, strict=True)

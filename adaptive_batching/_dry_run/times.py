@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptive_batching._step_time.forecast import Forecast, RunLength, in_seconds, unlike
+from adaptive_batching._step_time.forecast import Forecast, RunLength, in_seconds
 from adaptive_batching._step_time.seconds import LIMITS, Correction, largest_lines
 
 MOST_LINES = 3
@@ -47,10 +47,10 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     for limit, where in sorted(by_line, key=lambda one: -by_line[one])[:MOST_LINES]:
         lines.append(("", f"{in_seconds(by_line[limit, where]):>11}  {limit}, {where}"))
     known = f"no published run of this kind ({forecast.kind}) to hold it against"
-    if forecast.between is not None:
-        low, high = forecast.between
-        like = f"as nine in ten published runs do ({forecast.kind}){unlike(forecast.card)}"
-        known = f"{in_seconds(low)} to {in_seconds(high)}, {like}"
+    if forecast.accuracy is not None and forecast.between is not None:
+        low, high = map(in_seconds, forecast.between)
+        elsewhere = forecast.accuracy.unless_on(forecast.card)
+        known = f"{low} to {high}, as nine in ten published runs do ({forecast.kind}){elsewhere}"
     lines.append(("within", known))
     if forecast.uncounted:
         names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())

@@ -26,20 +26,21 @@ class Accuracy:
     """The error, as a share, that the next run of the kind stays within nine times in ten; of fewer than nine rows the
     largest error."""
 
+    cards: tuple[str, ...]
+    """The names of the cards that were used, in alphabetical order."""
+
+    def unless_on(self, card: str) -> str:
+        """Return what is to be said of a card that none of the runs used; nothing of others."""
+        return "" if card in self.cards else f"; none on {card}, where it may be further off"
+
 
 AGAINST_PUBLISHED = {
-    ONE_DEVICE: Accuracy(66, 0.122), SEVERAL: Accuracy(19, 0.118), FOUR_BITS: Accuracy(8, 0.085),
-    CONVOLUTIONS: Accuracy(4, 0.333),
+    ONE_DEVICE: Accuracy(66, 0.122, ("A100-40GB", "A100-80GB", "L40S", "RTX 4070 Ti Super", "RTX 4090")),
+    SEVERAL: Accuracy(19, 0.118, ("A100-40GB", "A100-80GB", "H100 HBM2e")),
+    FOUR_BITS: Accuracy(8, 0.085, ("A100-80GB",)),
+    CONVOLUTIONS: Accuracy(4, 0.333, ("RTX 3090",)),
 }  # fmt: skip
 """By kind of run; `benchmarks/dry_run.py` measures again. Convolutions are of torch 1.12, others of 2.4 and later."""
-
-CARDS_OF_PUBLISHED = {"A100-40GB", "A100-80GB", "H100", "L40S", "RTX 3090", "RTX 4070 Ti Super", "RTX 4090"}
-"""That these runs are of, most of them on an A100, an H100 or an L40S."""
-
-
-def unlike(card: str) -> str:
-    """Return what is to be said of a card that no published run was on; nothing of others."""
-    return "" if card in CARDS_OF_PUBLISHED else f"; none on {card}, where it may be further off"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Forecast:
     """Time and throughput of a step on all devices together."""
 
     step: StepSeconds
+    card: str
+    """The card's name."""
+
     kind: str
     devices: int
     samples: int
@@ -71,16 +75,17 @@ class Forecast:
     uncounted: Mapping[str, int] = field(default_factory=dict)
     """Operations that take longer than is counted, and how often they run."""
 
-    card: str = ""
-    """The name of the card."""
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """The accuracy of such runs; None if none was published."""
+        return AGAINST_PUBLISHED.get(self.kind)
 
     @property
     def between(self) -> tuple[float, float] | None:
         """Seconds of a step between which nine in ten such runs lie; None if none was published."""
-        accuracy = AGAINST_PUBLISHED.get(self.kind)
-        if accuracy is None:
+        if self.accuracy is None:
             return None
-        return self.step.seconds / (1 + accuracy.nine_in_ten), self.step.seconds / (1 - accuracy.nine_in_ten)
+        return self.step.seconds / (1 + self.accuracy.nine_in_ten), self.step.seconds / (1 - self.accuracy.nine_in_ten)
 
     @property
     def tokens_per_second(self) -> float:

@@ -268,20 +268,25 @@ class _Trials:
         except Exception as error:
             if is_out_of_memory(error) or "does not require grad" in str(error):
                 raise
-            runs, fails = "one sample", "two"
-            if len(samples) == 1:
-                if len(self._of_a_step) == 1:
-                    raise
+            if len(samples) > 1:
+                runs, fails = "one sample", "two"
+            elif self._runs_a_step(number):
                 runs, fails = f"{len(self._of_a_step)} samples", "one"
-                self._begin()
-                try:  # its own batch fails, too, if the error is the script's and not ours
-                    without_gradients(partial(self._forward, number=number), self._of_a_step)
-                except Exception:
-                    raise error from None
+            else:  # the script's own
+                raise
             raise ConfigError(
                 f"{type(self._trainer.model).__name__} runs {runs}, and not {fails} in a forward "
                 f"({first_line(error)}); a step cannot be split or probed with it, so train without adaptive"
             ) from error
+
+    def _runs_a_step(self, number: Any) -> bool:
+        """Return True if as many samples as the script asks for, where that is not one, run in a forward."""
+        self._begin()
+        try:
+            without_gradients(partial(self._forward, number=number), self._of_a_step)
+        except Exception:
+            return False
+        return len(self._of_a_step) > 1
 
     def _forward(self, samples: list[Sample], number: Any) -> _Ran:
         trainer = self._trainer

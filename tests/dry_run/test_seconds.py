@@ -174,7 +174,7 @@ def test_a_record_tells_the_seconds_of_a_step_by_its_tokens_without_the_first_st
 
 def test_hours_and_cost_follow_from_epochs_steps_or_tokens() -> None:
     step = seconds_of_step(work(PRODUCT, KERNEL), A100)
-    forecast = Forecast(step, "one device", 4, samples=8, tokens=8192, steps_in_epoch=500)
+    forecast = Forecast(step, "A100-80GB", "one device", 4, samples=8, tokens=8192, steps_in_epoch=500)
     hours = 1000 * step.seconds / 3600
     for length in (RunLength(epochs=2), RunLength(steps=1000), RunLength(tokens=8_192_000)):
         assert forecast.hours(length) == pytest.approx(hours)
@@ -186,7 +186,7 @@ def test_hours_and_cost_follow_from_epochs_steps_or_tokens() -> None:
 
 def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_adds_up_to() -> None:
     step = seconds_of_step(work(PRODUCT, KERNEL), A100)
-    forecast = Forecast(step, "one device", 1, samples=8, tokens=8192, uncounted={"linalg_qr": 2}, card="H100")
+    forecast = Forecast(step, "L40S", "one device", 1, samples=8, tokens=8192, uncounted={"linalg_qr": 2})
     said = dict(reversed(time_in_words(forecast, RunLength(steps=1000, price=2.0))))
     assert "a step, " in said["time"] and "tokens/s: matrix products " in said["time"]
     assert said["within"].endswith("as nine in ten published runs do (one device)")
@@ -200,7 +200,8 @@ def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_add
 
 def test_the_cheapest_and_the_fastest_that_fit_are_found() -> None:
     fast, slow = (
-        Forecast(seconds_of_step(work(*[PRODUCT] * 9), gpu), "one device", 1, 8, 8192) for gpu in (H100, RTX_4090)
+        Forecast(seconds_of_step(work(*[PRODUCT] * 9), gpu), gpu.name, "one device", 1, 8, 8192)
+        for gpu in (H100, RTX_4090)
     )
     prices = [RunLength(steps=10, price=price) for price in (9.0, 3.0, 0.4)]
     assert cheapest_and_fastest([None, fast, slow], prices) == (2, 1)
@@ -248,9 +249,9 @@ def test_work_is_written_and_read_as_it_was() -> None:
 def test_a_table_of_cards_names_those_that_no_published_run_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compared, "as_object", lambda run, length: {})
     step = seconds_of_step(work(PRODUCT), H100)
-    for cards, said in (["H100", "RTX 4090"], None), (["H100", "H200", "B200"], "to hold times against: H200, B200"):
+    for cards, said in (["L40S", "RTX 4090"], None), (["L40S", "H100", "RTX 3090"], "against: H100, RTX 3090"):
         columns = [compared.Column(card, None, RunLength(), None) for card in cards]
-        forecasts = [Forecast(step, "one device", 1, 8, 8192, card=card) for card in cards]
+        forecasts = [Forecast(step, card, "one device", 1, 8, 8192) for card in cards]
         runs = [SimpleNamespace(forecast=forecast, worst=None, answer="fits") for forecast in forecasts]
         _, lines = compared.compare(columns, runs)  # type: ignore[arg-type]
         assert len(lines) == len(cards) + 1 if said is None else lines[-1].endswith(said)

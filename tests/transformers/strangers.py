@@ -184,7 +184,7 @@ def stepping_in_backward() -> Any:
 
 
 def clamping() -> Any:
-    """Clamps each gradient that arrives, whatever it is a part of."""
+    """A model that clamps each gradient that arrives, whatever it is a part of."""
     model = llama()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
@@ -702,9 +702,6 @@ class Lengthy(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter(trainers.make_data(NUM_SAMPLES))
 
 
-# --- the habits
-
-
 class TemperatureTrainer(AveragingTrainer):
     """Learns a temperature, which is a parameter of the trainer and not of its model."""
 
@@ -726,7 +723,7 @@ def by_temperature(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
 
 
 def balanced_by_gradients(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """Two losses weighed by the norms of their gradients, over the batch, as GradNorm does."""
+    """Two losses weighted by the norms of their gradients, over the batch, as GradNorm does."""
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     losses = F.cross_entropy(logits, inputs["labels"]), logits.square().mean()
     head = model.classifier.weight
@@ -734,8 +731,8 @@ def balanced_by_gradients(trainer: Any, model: Any, inputs: Features) -> torch.T
     return losses[0] + losses[1] * (norms[0] / norms[1]).detach()
 
 
-def in_halves(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """Sees that a batch has 8 samples, as a script with ``drop_last`` may."""
+def of_eight(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """A loss for batches of 8 alone, as scripts with ``drop_last`` may have."""
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     return F.cross_entropy(logits.view(8, -1), inputs["labels"])
 
@@ -751,6 +748,8 @@ class Thawing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         for name, weight in model.state_dict().items():
             self.average[name] = torch.lerp(self.average.get(name, weight.clone()), weight, 0.1)
 
+
+# --- the habits
 
 REFUSED = "."
 """Refused, in whatever words."""
@@ -832,7 +831,7 @@ HABITS: Mapping[str, Habit] = {
     "an optimizer in backward": Habit(making(stepping_in_backward), "register_post_accumulate_grad_hook"),
     "a parameter of the trainer": Habit(computing(by_temperature, kind=TemperatureTrainer)),
     "losses balanced by their gradients": Habit(of_classes(balanced_by_gradients, kind=AveragingTrainer), REFUSED),
-    "a batch of eight": Habit(of_classes(in_halves, kind=AveragingTrainer), "runs 8 samples, and not one"),
+    "a batch of eight": Habit(of_classes(of_eight, kind=AveragingTrainer), "runs 8 samples, and not one"),
     "gradients that are clamped": Habit(making(clamping), REFUSED),
     "spectral norm": Habit(making(spectral, collator=trainers.collate_classes), REFUSED),
     "an LSTM over padding": Habit(making(recurrent, collator=trainers.collate_classes), REFUSED),
