@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from adaptive_batching._caching_allocator import workspace_bytes
-from adaptive_batching._step_time.operations import ON_CPU, expected_launches, operation, tensors_of
+from adaptive_batching._step_time.operations import ON_CPU, expected_launches, flops_of, operation, tensors_of
 from adaptive_batching._step_time.step_work import Operation
 from adaptive_batching._trace.traced_step import (
     ACTIVATIONS,
@@ -192,9 +191,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._handles and func in _MATRIX_PRODUCTS and not Recorder.fused:
             self._tracker.note_need(self._handles[in_backward], Recorder.stream)
         packet = getattr(func, "_overloadpacket", None)
-        if (count := flop_registry.get(ON_CPU.get(packet, packet))) is not None:
-            # Causal attention counts as full attention. Layers are products; batches of them, attention written out.
-            flops = int(count(*args, **kwargs, out_val=out))
+        if (flops := flops_of(func, args, kwargs, out)) is not None:
+            # Layers are products; batches of them, attention written out.
             self._flops += flops
             self._recomputed_flops += flops if recomputes else 0
             if not recomputes and (packet is _aten.bmm or "scaled_dot_product" in str(packet)):
