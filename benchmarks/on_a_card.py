@@ -50,7 +50,7 @@ EXPERTS = dict(
     hidden_size=1024, intermediate_size=3072, moe_intermediate_size=512, num_hidden_layers=12, num_attention_heads=16,
     num_key_value_heads=4, head_dim=64, num_experts=32, num_experts_per_tok=4, vocab_size=32000,
 )  # fmt: skip
-T5_BASE = dict(d_model=768, d_ff=3072, d_kv=64, num_layers=12, num_heads=12)
+T5_BASE = dict(d_model=768, d_ff=3072, d_kv=64, num_layers=12, num_heads=12, decoder_start_token_id=0)
 GEMMA_2B: dict[str, Any] = {}  # the default of Gemma2Config
 ATTENTION_AND_MLP = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
