@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,7 +90,7 @@ def collate_labelled(samples: list[Features]) -> dict[str, torch.Tensor]:
 def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **settings: Any) -> Any:
     defaults = dict(
         per_device_train_batch_size=8, num_train_epochs=2, learning_rate=3e-3, logging_steps=1, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True, warmup_steps=2,
+        report_to="none", use_cpu=os.environ.get("TRAIN_ON", "cpu") == "cpu", disable_tqdm=True, warmup_steps=2,
     )  # fmt: skip
     return kind(output_dir=str(folder), **{**defaults, **settings})
 
