@@ -60,7 +60,7 @@ test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with re
 	@mkdir -p outputs
 	PYTHONUNBUFFERED=1 timeout --verbose --signal INT --kill-after 15 $(MINUTES)m \
 		env $(RUN) -m pytest tests/integration/test_cuda.py \
-		tests/integration/test_cuda_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
+		tests/integration/test_cuda_memory.py tests/integration/test_cuda_trainers.py -m cuda -v -rs | tee outputs/test-cuda.txt
 
 lint: ruff-check ruff-format  ## Lint and types
 	$(RUN) -m mypy
