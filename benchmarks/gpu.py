@@ -10,7 +10,7 @@
 - *Throughput*: one epoch over text of Python's documentation, at most 512 tokens each, 64 samples in each optimizer
   step; real tokens in a second, the first steps left out. ``auto`` splits by length; packed data have no padding.
   The record of that run stays in ``results/gpu_<device>.jsonl``: ``dry-run --calibrate`` takes it.
-- *Trainer*: an epoch with Hugging Face's, as ``gpu_trainer.py`` says. Its record: ``results/gpu_trainer_<device>.jsonl``.
+- *Trainer*: an epoch with Hugging Face's, as ``gpu_trainer.py`` says; its record is ``gpu_trainer_<device>.jsonl``.
 - *Recovery*: the same steps in seven tenths of the memory that they take, against all of it.
 
 Each measurement is a process of its own, forked from one that has imported everything and has not touched the device.
@@ -37,29 +37,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask whether there is a device touches none
-
+import gpu_imports  # noqa: F401  # before what imports torchao
+import gpu_trainer
+import probe_vs_peers
 import torch
-from torch._inductor import config as of_inductor
-from torch.utils._triton import has_triton
+from common import Recipe, write_report
+from omegaconf import OmegaConf
 
-with of_inductor.patch(triton_disable_device_detection=True):  # torchao asks for the device, which a parent must not
-    import gpu_trainer
-    import probe_vs_peers
-    from common import Recipe, write_report
-    from omegaconf import OmegaConf
-
-    from adaptive_batching._config import AdaptiveBatchingConfig
-    from adaptive_batching._memory import memory_meter
-    from adaptive_batching._probe.find import find_largest
-    from adaptive_batching._probe.sizing import ProbeRequest
-    from adaptive_batching._torchtune.cli.quickstart import Architecture, build
-    from adaptive_batching._trace.training import TrainingStep
-    from adaptive_batching._unused_memory import release_cached_memory
-    from adaptive_batching.torchtune import AdaptiveBatching, load_stock
-
-    stock = load_stock("full_finetune_single_device")
-has_triton.cache_clear()
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import memory_meter
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.sizing import ProbeRequest
+from adaptive_batching._torchtune.cli.quickstart import Architecture, build
+from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._unused_memory import release_cached_memory
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks/results"
@@ -83,6 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
 RECOVERY = "recovery"
 TRAINER = {f"Trainer: {method}": method for method in gpu_trainer.METHODS}
 CARD = "card and inputs"
+stock = load_stock("full_finetune_single_device")
 
 
 class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
