@@ -37,10 +37,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_imports  # noqa: F401  # before what imports torchao
+import gpu_imports  # before what imports torchao
 import gpu_trainer
 import probe_vs_peers
 import torch
+import trainer_vs_peers
 from common import Recipe, write_report
 from omegaconf import OmegaConf
 
@@ -212,7 +213,7 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             found.append((losses, speed))
             session: Any = recipe._session
             recoveries = session.split_policy.limit.num_recoveries
-            room = int(0.7 * (meter.peak_bytes() - resting))
+            room = int(0.7 * (meter.peak_allocated_bytes() - resting))
     (free, speed), (limited, slower) = found
     return {
         "recoveries": recoveries,
@@ -259,7 +260,7 @@ class Results:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.found: dict[str, dict[str, Any]] = {}
-        self._deadline = time.monotonic() + 60 * args.minutes
+        self._deadline = gpu_imports.STARTED + 60 * args.minutes
 
     def measure(self, what: str, run: Callable[[], dict[str, Any]]) -> None:
         """Run one measurement in a forked process, as long as there is time."""
@@ -321,7 +322,7 @@ class Results:
         of_trainer = {
             way: self.found[way]["tokens_per_second"] for way in TRAINER if "steps" in self.found.get(way, {})
         }
-        ours = f"Trainer: {gpu_trainer.OURS}"
+        ours = f"Trainer: {trainer_vs_peers.OURS}"
         for way in of_trainer:
             if way != ours and ours in of_trainer:
                 figures[f"adaptive_vs_{way.removeprefix('Trainer: ')}"] = ratio(of_trainer[ours], of_trainer[way])
@@ -351,7 +352,7 @@ def main() -> None:
 
     results = Results(args)
     device, samples = args.device, args.samples
-    data = gpu_trainer.samples_of(device, gpu_trainer.BATCH_SIZE * gpu_trainer.STEPS)
+    data = gpu_trainer.samples_of(device, trainer_vs_peers.BATCH_SIZE * gpu_trainer.STEPS)
     record = RECORDS / f"gpu_trainer_{device}.jsonl"
     first, *others = probe_vs_peers.WORKLOADS
     ways, trainers = [*WAYS], [*TRAINER]

@@ -5,8 +5,10 @@ CUDA does not survive a fork, so that a child asks for it.
 
 import multiprocessing
 import os
+import time
 from unittest import mock
 
+STARTED = time.monotonic()
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask whether there is a device touches none
 
 import torch
