@@ -8,13 +8,13 @@ import os
 import time
 from unittest import mock
 
-STARTED = time.monotonic()
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask whether there is a device touches none
 
 import torch
 from torch._inductor import config as of_inductor
 from torch.utils._triton import has_triton
 
+STARTED = time.monotonic()
 capability = (0, 0)
 if torch.cuda.is_available():
     forks = multiprocessing.get_context("fork")
