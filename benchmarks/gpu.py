@@ -232,19 +232,22 @@ def in_a_fork(run: Callable[[], dict[str, Any]], seconds: float) -> dict[str, An
             with log.open("w") as out:
                 os.dup2(out.fileno(), 1)
                 os.dup2(out.fileno(), 2)
-            answer.write_text(json.dumps(run()))
+            whole = log.with_name("whole.json")
+            whole.write_text(json.dumps(run()))
+            whole.replace(answer)
 
         child = multiprocessing.get_context("fork").Process(target=in_child)
         child.start()
-        child.join(seconds)
-        is_late = child.is_alive() and not answer.exists()
+        deadline = time.monotonic() + seconds
+        while child.is_alive() and not answer.exists() and time.monotonic() < deadline:
+            child.join(0.05)
+        is_late = child.is_alive() and not answer.exists()  # with an answer, its end is not waited for
         with contextlib.suppress(ProcessLookupError):  # with what it has started
             os.killpg(child.pid or 0, signal.SIGKILL)
         child.join()
         if answer.exists():
-            with contextlib.suppress(json.JSONDecodeError):
-                found: dict[str, Any] = json.loads(answer.read_text())
-                return found
+            found: dict[str, Any] = json.loads(answer.read_text())
+            return found
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         why = f"stopped after {seconds:.0f} s" if is_late else f"status {child.exitcode}"
         return {"failed": f"{why}: " + " / ".join(lines[-4:])[-600:]}
