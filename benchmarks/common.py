@@ -106,6 +106,7 @@ def write_report(
     output: Path | None,
     packages: Sequence[str] = PACKAGES,
     quiet: bool = False,
+    device_name: str = "",
 ) -> None:
     """Write a result with what it was measured on; print its table and, in the last line, its figures.
 
@@ -118,10 +119,11 @@ def write_report(
         output: The file; None: ``benchmarks/results/<script>_<device>.md``.
         packages: Distributions whose versions matter.
         quiet: Print nothing.
+        device_name: For a process that must not ask the device, as one that is to be forked.
     """
     from adaptive_batching._memory import memory_meter
 
-    name = memory_meter("cuda" if device == "emulated" else device).device_name
+    name = device_name or memory_meter("cuda" if device == "emulated" else device).device_name
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
     report = [
         f"# {title}",

@@ -1,4 +1,4 @@
-"""Measure on a GPU, within nine minutes, whether the probe is right, how fast training is, and what recovery costs.
+"""Measure on a GPU, in minutes, whether the probe is right, how fast training is, and what recovery costs.
 
     make bench DEVICE=cuda
     make bench DEVICE=cuda PYTHON=python3        # in an environment that is there already; installs nothing
@@ -10,30 +10,38 @@
 - *Throughput*: one epoch over text of Python's documentation, at most 512 tokens each, 64 samples in each optimizer
   step; real tokens in a second, the first steps left out. ``auto`` splits by length; packed data have no padding.
   The record of that run stays in ``results/gpu_<device>.jsonl``: ``dry-run --calibrate`` takes it.
+- *Trainer*: an epoch with Hugging Face's, as ``gpu_trainer.py`` says; its record is ``gpu_trainer_<device>.jsonl``.
 - *Recovery*: the same steps in seven tenths of the memory that they take, against all of it.
 
-Each measurement is a process of its own, and the result file is written after each: what has been measured when time is
-up is there. What was left out or failed is there as well, with the reason.
+Each measurement is a process of its own, forked from one that has imported everything and has not touched the device.
+The result file is written after each: what has been measured when time is up is there. What was left out or failed is
+there as well, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_imports  # before what imports torchao
+import gpu_trainer
 import probe_vs_peers
 import torch
+import trainer_vs_peers
 from common import Recipe, write_report
 from omegaconf import OmegaConf
 
@@ -51,7 +59,8 @@ RECORDS = ROOT / "benchmarks/results"
 MIB = 2**20
 ARCHITECTURES = {
     "cpu": Architecture(),
-    "cuda": Architecture(num_layers=12, num_heads=16, num_kv_heads=8, embed_dim=1024, intermediate_dim=2816),
+    # 0.8 billion parameters in few layers: work for the device is to outweigh the launches, with short samples, too.
+    "cuda": Architecture(num_layers=8, num_heads=24, num_kv_heads=8, embed_dim=3072, intermediate_dim=8192),
 }
 WARM_UP_STEPS = 5
 OURS, STOCK = "ours, micro_batch_size=auto", "stock, batch_size=64"
@@ -65,11 +74,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "ours, micro_batch_size=auto, compile": {"batch_size": 64, "micro_batch_size": "auto", "compile": True},
 }
 RECOVERY = "recovery"
+TRAINER = {f"Trainer: {method}": method for method in gpu_trainer.METHODS}
+CARD = "card and inputs"
 stock = load_stock("full_finetune_single_device")
 
 
 class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
     """The recipe of the same name."""
+
+
+def prepare(inputs: str, device: str) -> dict[str, Any]:
+    """Build data, tokenizer and model, and return the name of the device."""
+    start = time.perf_counter()
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(device):  # where weights are drawn in no time
+        build(Path(inputs), architecture=ARCHITECTURES[device])
+    return {"device_name": memory_meter(device).device_name, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def measure_probe(model: str, device: str) -> dict[str, Any]:
@@ -193,13 +213,44 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             found.append((losses, speed))
             session: Any = recipe._session
             recoveries = session.split_policy.limit.num_recoveries
-            room = int(0.7 * (meter.peak_bytes() - resting))
+            room = int(0.7 * (meter.peak_allocated_bytes() - resting))
     (free, speed), (limited, slower) = found
     return {
         "recoveries": recoveries,
         "tokens_per_second_ratio": ratio(slower, speed),
         "loss_difference": max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(limited, free, strict=True)),
     }
+
+
+def in_a_fork(run: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return what ``run`` returns in a forked process, or under ``failed`` why it did not."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, answer = Path(folder, "log"), Path(folder, "answer.json")
+
+        def in_child() -> None:
+            os.setsid()
+            with log.open("w") as out:
+                os.dup2(out.fileno(), 1)
+                os.dup2(out.fileno(), 2)
+            whole = log.with_name("whole.json")
+            whole.write_text(json.dumps(run()))
+            whole.replace(answer)
+
+        child = multiprocessing.get_context("fork").Process(target=in_child)
+        child.start()
+        deadline = time.monotonic() + seconds
+        while child.is_alive() and not answer.exists() and time.monotonic() < deadline:
+            child.join(0.05)
+        is_late = child.is_alive() and not answer.exists()  # with an answer, its end is not waited for
+        with contextlib.suppress(ProcessLookupError):  # with what it has started
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
+        if answer.exists():
+            found: dict[str, Any] = json.loads(answer.read_text())
+            return found
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        why = f"stopped after {seconds:.0f} s" if is_late else f"status {child.exitcode}"
+        return {"failed": f"{why}: " + " / ".join(lines[-4:])[-600:]}
 
 
 class Results:
@@ -211,37 +262,28 @@ class Results:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._found: dict[str, dict[str, Any]] = {}
-        self._deadline = time.monotonic() + 60 * args.minutes
+        self.found: dict[str, dict[str, Any]] = {}
+        self._deadline = gpu_imports.STARTED + 60 * args.minutes
 
-    def measure(self, what: str, inputs: str) -> None:
-        """Run one measurement in a fresh process, as long as there is time."""
+    def measure(self, what: str, run: Callable[[], dict[str, Any]]) -> None:
+        """Run one measurement in a forked process, as long as there is time."""
         left = self._deadline - time.monotonic()
-        if left < 15:
-            self._found[what] = {"failed": f"left out: {self._args.minutes:g} minutes were over"}
+        start = time.monotonic()
+        if left < 8:
+            self.found[what] = {"failed": f"left out: {self._args.minutes:g} minutes were over"}
         else:
-            options = ["--device", self._args.device, "--samples", str(self._args.samples)]
-            path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-            command = [sys.executable, __file__, *options, "--measure", what, inputs]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=left, check=False,
-                    env={**os.environ, **probe_vs_peers.TAME_MALLOC, "PYTHONPATH": os.pathsep.join(path)},
-                )  # fmt: skip
-                lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-                last = lines[-1] if lines else f"status {done.returncode}"
-                self._found[what] = json.loads(last) if done.returncode == 0 else {"failed": last[:300]}
-            except subprocess.TimeoutExpired:
-                self._found[what] = {"failed": f"stopped after {left:.0f} s, when time was up"}
-        print(f"{what}: {self._found[what]}", flush=True)
+            self.found[what] = in_a_fork(run, min(left, self._args.seconds))
+        shown = {key: value for key, value in self.found[what].items() if key != "losses"}
+        print(f"{what}, {time.monotonic() - start:.0f} s: {shown}", flush=True)
         self.write()
 
     def write(self) -> None:
         """Write the result file, with what is still missing."""
         rows = ["## Probe", ""]
         rows += self._table([*probe_vs_peers.WORKLOADS])
-        rows += ["", "## Throughput", "", *self._table([*WAYS]), "", "## Recovery", "", *self._table([RECOVERY])]
-        reasons = [f"- {what}: {found['failed']}" for what, found in self._found.items() if "failed" in found]
+        rows += ["", "## Throughput", "", *self._table([*WAYS]), "", "## Trainer", "", *self._table([*TRAINER])]
+        rows += ["", "## Recovery", "", *self._table([RECOVERY])]
+        reasons = [f"- {what}: {found['failed']}" for what, found in self.found.items() if "failed" in found]
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "default"
         write_report(
             "On a GPU: the probe's accuracy, throughput, and recovery",
@@ -250,11 +292,14 @@ class Results:
             rows=[*rows, *(["", "Not measured:", "", *reasons] if reasons else [])],
             figures=self._figures(),
             output=self._args.output,
+            packages=("torch", "torchtune", "torchao", "transformers", "accelerate"),
             quiet=True,
+            device_name=self.found.get(CARD, {}).get("device_name", self._args.device),
         )
 
     def _table(self, names: list[str]) -> list[str]:
-        measured = {name: self._found[name] for name in names if "failed" not in self._found.get(name, {"failed": ""})}
+        measured = {name: self.found[name] for name in names if "failed" not in self.found.get(name, {"failed": ""})}
+        measured = gpu_trainer.with_differences(measured)
         if not measured:
             return ["nothing yet"]
         columns = [*next(iter(measured.values()))]
@@ -266,8 +311,8 @@ class Results:
         ]
 
     def _figures(self) -> dict[str, float | None]:
-        probes = [self._found[name] for name in probe_vs_peers.WORKLOADS if "truth" in self._found.get(name, {})]
-        speeds = {way: self._found[way]["tokens_per_second"] for way in WAYS if "steps" in self._found.get(way, {})}
+        probes = [self.found[name] for name in probe_vs_peers.WORKLOADS if "truth" in self.found.get(name, {})]
+        speeds = {way: self.found[way]["tokens_per_second"] for way in WAYS if "steps" in self.found.get(way, {})}
         figures: dict[str, float | None] = {}
         if probes:
             figures["max_gap_to_truth"] = max(abs(each["answer"] - each["truth"]) for each in probes)
@@ -277,6 +322,13 @@ class Results:
         for name, other in [("auto_vs_stock", STOCK), ("auto_vs_packed", "stock, packed, 16 packs")]:
             if OURS in speeds and other in speeds:
                 figures[name] = ratio(speeds[OURS], speeds[other])
+        of_trainer = {
+            way: self.found[way]["tokens_per_second"] for way in TRAINER if "steps" in self.found.get(way, {})
+        }
+        ours = f"Trainer: {trainer_vs_peers.OURS}"
+        for way in of_trainer:
+            if way != ours and ours in of_trainer:
+                figures[f"adaptive_vs_{way.removeprefix('Trainer: ')}"] = ratio(of_trainer[ours], of_trainer[way])
         return figures
 
 
@@ -288,31 +340,39 @@ def main() -> None:
     """Measure one after the other, the most telling first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=sorted(ARCHITECTURES), default="cuda")
-    parser.add_argument("--samples", type=int, default=2560)
+    parser.add_argument("--samples", type=int, default=1536)
     parser.add_argument("--minutes", type=float, default=8.5, help="nothing is begun or goes on after this long")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu_<device>.md")
-    parser.add_argument("--measure", nargs=2, metavar=("WHAT", "INPUTS"), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=75, help="for one measurement at most")
+    parser.add_argument("--only", default="", help="measurements with this in their name")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: --device cuda needs a CUDA device, and torch sees none; --device cpu tries the benchmark out")
-    if args.measure:
-        what, inputs = args.measure
-        if what in WAYS:
-            found = measure_way(what, inputs, args.device, args.samples)
-        elif what == RECOVERY:
-            found = measure_recovery(inputs, args.device, args.samples)
-        else:
-            found = measure_probe(what, args.device)
-        print(json.dumps(found))
-        return
+    assert not torch.cuda.is_initialized()  # a forked process could not use it
+    if args.device == "cpu" and not probe_vs_peers.TAME_MALLOC.items() <= os.environ.items():  # glibc reads it first
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **probe_vs_peers.TAME_MALLOC})
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     results = Results(args)
+    device, samples = args.device, args.samples
+    data = gpu_trainer.samples_of(device, trainer_vs_peers.BATCH_SIZE * gpu_trainer.STEPS)
+    record = RECORDS / f"gpu_trainer_{device}.jsonl"
+    first, *others = probe_vs_peers.WORKLOADS
+    ways, trainers = [*WAYS], [*TRAINER]
     with tempfile.TemporaryDirectory() as directory:
         inputs = f"{directory}/inputs"
-        build(Path(inputs), architecture=ARCHITECTURES[args.device])
-        first, *others = probe_vs_peers.WORKLOADS
-        for what in [first, *[*WAYS][:3], RECOVERY, *others, *[*WAYS][3:]]:
-            results.measure(what, inputs)
+        results.measure(CARD, lambda: prepare(inputs, device))
+        for what in [*ways[:2], *trainers[:4], first, RECOVERY, ways[2], *trainers[4:], *others, *ways[3:]]:
+            if args.only not in what:
+                continue
+            if what in WAYS:
+                results.measure(what, partial(measure_way, what, inputs, device, samples))
+            elif what in TRAINER:
+                results.measure(what, partial(gpu_trainer.measure_trainer, TRAINER[what], device, data, record))
+            elif what == RECOVERY:
+                results.measure(what, partial(measure_recovery, inputs, device, samples // 2))
+            else:
+                results.measure(what, partial(measure_probe, what, device))
     print(json.dumps(results._figures()))
 
 

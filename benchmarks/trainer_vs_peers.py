@@ -109,14 +109,16 @@ def docstrings() -> list[str]:
     return sorted(found)
 
 
-def make_data(num_samples: int) -> list[Features]:
-    """Samples with an ``index``, of docstrings by words; one of them has ``LONGEST``."""
+def make_data(
+    num_samples: int, longest: int = LONGEST, vocabulary: int = VOCABULARY, repeats: int = 1
+) -> list[Features]:
+    """Samples with an ``index``, of docstrings by words, each ``repeats`` times over; one of them has ``longest``."""
     texts = [re.findall(r"\w+|[^\w\s]", text) for text in docstrings()]
     texts = [words for words in texts if len(words) >= 4]
-    known = Counter(word for words in texts for word in words).most_common(VOCABULARY - 2)
+    known = Counter(word for words in texts for word in words).most_common(vocabulary - 2)
     number = {word: rank + 2 for rank, (word, _) in enumerate(known)}
     chosen = [*random.Random(0).sample(texts, num_samples - 1), [word for words in texts for word in words]]
-    rows = [[number.get(word, 1) for word in words[:LONGEST]] for words in chosen]
+    rows = [[number.get(word, 1) for word in (words * repeats)[:longest]] for words in chosen]
     random.Random(1).shuffle(rows)
     return [{"index": index, "input_ids": ids, "labels": ids} for index, ids in enumerate(rows)]
 
