@@ -171,10 +171,13 @@ def _attend_at_once(
 ) -> torch.Tensor:
     left = -1 if window is None else window - 1
     offsets = bounds.offsets(query)
+    in_groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_groups(varlen_attn) else {}
+    if not in_groups:
+        key, value = for_each_head(query, key, value)
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [tokens, heads, head size]
     output = varlen_attn(
         *rows, offsets, offsets, bounds.longest, bounds.longest, scale=scale,
-        window_size=(left, 0 if causal else left), enable_gqa=query.shape[1] != key.shape[1],
+        window_size=(left, 0 if causal else left), **in_groups,
     )  # fmt: skip
     return output.transpose(0, 1).unsqueeze(0)  # as indexing, but without a kernel in the backward pass
 
@@ -194,7 +197,13 @@ def _varlen_attn() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+@functools.cache
+def _takes_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Return False for torch 2.11, whose kernel is not told of heads that share keys and values."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache  # so that it is said once
@@ -205,7 +214,7 @@ def _why_not_fused(device: torch.device, size: int, size_of_value: int) -> str |
         capability = (9, 0)
     why = None
     if _varlen_attn() is None:
-        why = f"torch {torch.__version__} has no varlen_attn with windows and grouped heads"
+        why = f"torch {torch.__version__} has no varlen_attn with windows"
     elif capability < (8, 0):
         why = f"FlashAttention needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
     elif size != size_of_value or size % 8 or size > _LARGEST_HEAD:

@@ -78,7 +78,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         query, key, value = args[1:4] if in_backward else args[:3]  # [b, heads, s, d]
         pairs = query.shape[:-1].numel() * key.shape[-2]
         of_scores, of_values = (3, 2) if in_backward else (1, 1)  # products, scores computed again in the backward pass
-        return 2 * pairs * (of_scores * query.shape[-1] + of_values * value.shape[-1])
+        return int(2 * pairs * (of_scores * query.shape[-1] + of_values * value.shape[-1]))
     return int(flop_registry[packet](*args, **kwargs, out_val=out))
 
 

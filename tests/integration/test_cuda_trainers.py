@@ -212,8 +212,6 @@ def test_rows_without_padding_take_the_steps_of_trainers_padded_batch(
     if dtype == "float32":
         assert set(one_by_one) == {torch.float32} and not at_once
         return
-    if _attention._varlen_attn() is None:
-        pytest.skip(f"steps are alike, but torch {torch.__version__} has no kernel for rows that takes grouped heads")
     half = torch.bfloat16 if dtype == "bf16" else torch.float16
     assert half not in one_by_one, "checks before training alone compute in float32"
     assert at_once.count(half) >= len(rows.steps) * SIZES["num_hidden_layers"]
@@ -332,7 +330,7 @@ def test_torchs_kernel_for_rows_attends_as_samples_do_one_by_one_in_float32(
     """Also that of a torch whose kernel has no argument that says that heads are grouped: does it take them?"""
     varlen = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
 
-    def kernel(*args: Any, enable_gqa: bool, **kwargs: Any) -> torch.Tensor:
+    def kernel(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> torch.Tensor:
         knows = "enable_gqa" in inspect.signature(varlen).parameters
         return varlen(*args, **kwargs, **({"enable_gqa": enable_gqa} if knows else {}))
 

@@ -45,7 +45,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def gradients_one_by_one(step: StepInParts, model: Any, samples: list[Any]) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    batches = [collate([sample]) for sample in samples]
+    batches = [{key: value.to(model.device) for key, value in collate([sample]).items()} for sample in samples]
     numbers = [step.kind.count(batch, 1) for batch in batches]
     for batch, number in zip(batches, numbers, strict=True):
         if step.kind.takes_number:
@@ -136,7 +136,7 @@ def test_trainer_takes_the_steps_of_padded_samples(settings: dict[str, Any], tmp
 
 def assert_near(one: Any, other: Any, tolerance: float = 1e-6) -> None:
     """The weights of two trainers differ by less, relative to all that they have gained in training."""
-    start = trainers.make_llama().state_dict()
+    start = trainers.make_llama().to(one.model.device).state_dict()
     pairs = [(value, weights(other)[name], start[name]) for name, value in weights(one).items()]
     off = math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs, _ in pairs))
     moved = math.sqrt(sum(float((theirs - before).square().sum()) for _, theirs, before in pairs))
