@@ -299,8 +299,7 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
     from omegaconf import OmegaConf
     from overhead import TakingTurns, run_all
 
-    from adaptive_batching._step import sharing
-    from adaptive_batching._step.row_size import RowSize
+    from adaptive_batching._step import row_size, sharing
     from adaptive_batching.torchtune import load_stock
     from recipes import full_finetune_distributed as recipes
 
@@ -323,7 +322,7 @@ def measure(inputs: str, directory: str, data: str, num_steps: int, first: int) 
 
     sharing.Sharing.parts = timed  # type: ignore[method-assign]
     sharing.share_out = share_of_way  # type: ignore[attr-defined, assignment]
-    RowSize.TOKENS_AT_FIRST = 2**20
+    row_size._ON_CPU = 2**20
 
     def make(way: str) -> Any:
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")

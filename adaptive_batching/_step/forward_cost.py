@@ -44,7 +44,11 @@ class ForwardCost:
         self._recent.append((tokens, seconds))
 
     def line(self) -> tuple[float, float] | None:
-        """Return the fixed seconds of a forward and the seconds per padded token, or None if not known yet."""
+        """Return the fixed seconds of a forward and the seconds per padded token, or None if not known yet.
+
+        Where larger forwards took no longer, as those that a device computes faster than they are launched, a token
+        takes nothing.
+        """
         if len(self._recent) < 2:
             return None
         tokens, seconds = np.array(self._recent, dtype=np.float64).T
@@ -59,12 +63,19 @@ class ForwardCost:
             return None
         covariance = np.average((tokens - mean_tokens) * (seconds - mean_seconds), weights=weights)
         per_token = float(covariance / spread)
-        return (max(float(mean_seconds - per_token * mean_tokens), 0.0), per_token) if per_token > 0 else None
+        if per_token <= 0:
+            return float(mean_seconds), 0.0
+        return max(float(mean_seconds - per_token * mean_tokens), 0.0), per_token
 
     def in_tokens(self, default: float) -> float:
-        """Return the fixed time of a forward as the number of tokens that take as long; ``default`` if not known."""
-        line = self.line()
-        return default if line is None else line[0] / line[1]
+        """Return the fixed time of a forward as the number of tokens that take as long; ``default`` if not known.
+
+        It is infinite if tokens take nothing.
+        """
+        if (line := self.line()) is None:
+            return default
+        fixed, per_token = line
+        return fixed / per_token if per_token else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return {"to_skip": self._to_skip, "recent": [list(measurement) for measurement in self._recent]}

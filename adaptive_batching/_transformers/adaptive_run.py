@@ -29,7 +29,7 @@ from adaptive_batching._probe.sizing import TRAINER, ProbeRequest, Sizes, Sizing
 from adaptive_batching._probe.stored_probe import StoredProbe, read_stored, taken_again
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
-from adaptive_batching._step.row_size import RowSize
+from adaptive_batching._step.row_size import first_row
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._transformers.before_training import begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
@@ -371,7 +371,7 @@ class AdaptiveRun:
             if request.may_stop_early:
                 step.times.samples_left = sum(each.samples for each in self.planned()) / ranks.size * mean / tokens
             if step.in_rows:
-                request = dataclasses.replace(request, suffices=RowSize.suffices(tokens))
+                request = dataclasses.replace(request, suffices=-(-first_row(trainer.args.device) // tokens))
             folder = Path(trainer.args.output_dir)
             result = probe(trainer, step, extremes, settings, request, ranks=ranks, scratch=folder)
             self.waited = time.perf_counter() - start

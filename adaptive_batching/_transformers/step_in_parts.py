@@ -24,10 +24,10 @@ from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
-from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.forward_cost import ForwardCost, ForwardTimes
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._step.row_size import RowSize
+from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
@@ -107,7 +107,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """Of forwards and backwards of a probe."""
 
         self.forward_cost: float = FORWARD_COST
-        """Tokens that take as long to compute as a forward takes on top."""
+        """Tokens that take as long to compute as a forward takes on top, until training has shown it."""
 
         self.models = sharded_models(trainer)
         """Models that are sharded."""
@@ -128,7 +128,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             self.sharing = Sharing(ranks, trainer.model, waits=bool(self.models))
         self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
         self._label: str | None = None  # the field of a sample that is its only target
-        self._row_size = RowSize()
+        self._row_size = RowSize(first_row(trainer.args.device))
+        self._cost = ForwardCost()
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
         self._attention = RowAttention(trainer.model)
@@ -408,11 +409,12 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if not isinstance(self.size, ByLength):
             return SplitRule()
         limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        if self.in_rows:
-            limits.append(self._row_size.tokens(min(self.tokens(samples), *limits)))
         if not limits:
             return SplitRule()
-        return SplitRule(max_tokens=min(limits), forward_cost=min(self.forward_cost, *limits))
+        if self.in_rows:
+            limits.append(self._row_size.tokens(min(self.tokens(samples), *limits)))
+        cost = self._cost.in_tokens(self.forward_cost)
+        return SplitRule(max_tokens=min(limits), forward_cost=min(cost, *limits))
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self.kind.takes_number:
@@ -428,11 +430,12 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _run_row(
         self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part
     ) -> torch.Tensor:
-        is_timed = (self.in_rows or self.sharing is not None) and not _snapshot.rehearsing  # as in an audit
+        is_timed = isinstance(self.size, ByLength) and not _snapshot.rehearsing  # as in an audit
         with self._around(row), self._timer.around(part) if is_timed else contextlib.nullcontext():
             return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
 
     def _observe(self, part: Part, seconds: float) -> None:
+        self._cost.observe(part.tokens, seconds)
         if self.in_rows:
             self._row_size.observe(part.tokens, seconds)
         if self.sharing is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from adaptive_batching._step.row_size import RowSize
+from adaptive_batching._step.row_size import RowSize, first_row
 
 CAPACITY = 16_384
 
@@ -51,6 +52,10 @@ def test_rows_grow_while_that_is_faster(fixed: float, slower_from: int | None, e
 def test_a_step_of_few_tokens_is_one_row_and_rows_grow_with_the_batch() -> None:
     sizes = sizes_of(lambda tokens: 1e6, tokens=lambda step: 60 if step < 5 else 3000)
     assert sizes == [60] * 5 + [1024] * 2 + [2048] * 3 + [3000] * 8
+
+
+def test_a_gpu_begins_with_longer_rows() -> None:
+    assert first_row(torch.device("cuda")) > first_row(torch.device("cpu"))
 
 
 def test_ranks_go_up_together_by_the_slowest() -> None:

@@ -319,7 +319,7 @@ class Growth:
         A step takes a fixed time, for the optimizer, and one for each forward and backward and for each token of it.
         """
         line = self._split_policy.cost.line()
-        if line is None or interval.timed_steps == 0:
+        if line is None or line[1] == 0 or interval.timed_steps == 0:  # where a token takes nothing, none is foreseen
             return None
         per_forward, per_token = line
         tokens_per_sample = interval.tokens / interval.timed_samples

@@ -32,7 +32,7 @@ from adaptive_batching._probe.stored_probe import (
 )
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.forward_cost import ForwardTimes
-from adaptive_batching._step.row_size import RowSize
+from adaptive_batching._step.row_size import first_row
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
@@ -135,7 +135,7 @@ class Probe:
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, request, times = self.host, self.sizing.request, ForwardTimes(self._samples_left())
         if host.rows is not None:
-            request = replace(request, suffices=RowSize.suffices(self._length))
+            request = replace(request, suffices=-(-first_row(host.device) // self._length))
         step = training_step(host, self.sample, accumulates=request.in_parts, note=times.note)
         return find_largest(
             step, settings, meter, request, ranks=host.ranks, times=times, remedy=f"set {remedy(host)}",

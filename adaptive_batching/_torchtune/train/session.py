@@ -18,6 +18,7 @@ from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
@@ -64,7 +65,9 @@ class Session:
         held_out: HeldOut | None,
     ) -> None:
         self.host, self.run, self.settings, self.increase = host, run, settings, increase
-        self.split_policy = SplitPolicy(is_stock=report is None, balances_ranks=settings.balance_ranks)
+        self.split_policy = SplitPolicy(
+            row_size=RowSize(first_row(host.device)), balances_ranks=settings.balance_ranks, is_stock=report is None
+        )
         self._report, self._stored, self._held_out = report, stored, held_out
         self.settled: Settled | None = None  # with all fields unset
         self._training: TrainingRun | None = None  # until it begins
