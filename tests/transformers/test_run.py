@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
 from adaptive_batching import ConfigError, IncreaseFunctionError  # noqa: E402
+from adaptive_batching._step import forward_timer  # noqa: E402
 from adaptive_batching._step.forward_cost import ForwardTimes  # noqa: E402
+from adaptive_batching._transformers import adaptive_run  # noqa: E402
 from adaptive_batching._transformers.refusals import check_trainer  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
@@ -57,6 +62,23 @@ def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     assert [step.batch_size for step in probe.measurements] == [1, 2] and probe.enough == 36
     assert ours.adaptive.max_tokens == 36 * 24 and "larger ones would gain little" in str(ours.adaptive)
     assert ours.adaptive.step.forward_cost == round(0.65 * 24), "a fixed time of 13 ms, and 20 for 24 tokens"
+    stock = make_trainer(tmp_path / "stock", **settings)
+    stock.train()
+    assert_alike(ours, stock)
+
+
+def test_where_forwards_take_the_same_time_whatever_their_size_a_step_becomes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that computes a few thousand tokens faster than their kernels are launched."""
+    monkeypatch.setattr(adaptive_run, "FORWARD_COST", 1)  # so that these short samples are split at first
+    monkeypatch.setattr(forward_timer, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    settings: dict[str, Any] = dict(per_device_train_batch_size=16)
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto", padding=True), **settings)
+    ours.train()
+    lines = (tmp_path / "ours/adaptive_batching/report.jsonl").read_text().splitlines()
+    forwards = [line["forwards"] for line in map(json.loads, lines) if line["event"] == "step"]
+    assert forwards[0] > 4 and forwards[1:] == [1] * (len(forwards) - 1)
     stock = make_trainer(tmp_path / "stock", **settings)
     stock.train()
     assert_alike(ours, stock)
