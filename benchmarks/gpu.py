@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -125,7 +126,7 @@ def config_of(inputs: str, output_dir: str, device: str, samples: int, **fields:
     cfg.update(
         data_dir=inputs, output_dir=output_dir, device=device, epochs=1, dtype="bf16" if device == "cuda" else "fp32",
         use_maximum_batch_size=False, batch_increase_function=None, adaptive_batching={}, clip_grad_norm=None,
-        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1 if device == "cpu" else 0.01},  # with 0.1 it diverges
         model={**cfg.model, **asdict(ARCHITECTURES[device])}, **fields,
     )  # fmt: skip
     cfg.tokenizer.max_seq_len = 512
@@ -140,12 +141,12 @@ def ratio(above: float, below: float) -> float | None:
     return round(above / below, 3) if below else None
 
 
-def train(recipe: Recipe) -> tuple[list[float], float, float | None]:
+def train(recipe: Recipe) -> tuple[list[float], list[float], float, float | None]:
     """Train an epoch.
 
     Returns:
-        The loss of every step, real tokens in a second, and padded over real tokens, None where none were counted; both
-        without the first steps.
+        The losses and seconds of all steps, real tokens in a second, and padded over real tokens, None where none were
+        counted; the last two without the first steps.
     """
     device, pad_id = recipe._device, recipe._tokenizer.pad_id
     real, padded = torch.zeros((), device=device), 0
@@ -170,7 +171,13 @@ def train(recipe: Recipe) -> tuple[list[float], float, float | None]:
         sys.exit(f"{len(marks)} steps are too few to be timed; raise --samples")
     first, last = marks[min(WARM_UP_STEPS, len(marks) - 2)], marks[-1]
     seconds, tokens, with_padding = (b - a for a, b in zip(first, last, strict=True))
-    return losses, tokens / seconds, ratio(with_padding, tokens)
+    of_steps = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
+    return losses, of_steps, tokens / seconds, ratio(with_padding, tokens)
+
+
+def late(seconds: list[float]) -> float:
+    """Return the median of the second half of a run's steps, by which all is found and compiled."""
+    return statistics.median(seconds[len(seconds) // 2 :])
 
 
 def measure_way(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
@@ -184,19 +191,20 @@ def measure_way(way: str, inputs: str, device: str, samples: int) -> dict[str, A
         meter = memory_meter(device)
         meter.release()
         meter.reset_peak()
-        losses, speed, padding = train(recipe)
+        losses, seconds, speed, padding = train(recipe)
         if way == OURS:
             shutil.copy(Path(output_dir) / "adaptive_batching" / "report.jsonl", RECORDS / f"gpu_{device}.jsonl")
         return {
             "tokens_per_second": round(speed), "padded_over_real": padding,
-            "set_up_seconds": round(set_up, 1), "peak_mib": meter.peak_bytes() // MIB, "steps": len(losses),
+            "set_up_seconds": round(set_up, 1), "seconds_of_a_late_step": round(late(seconds), 3),
+            "peak_mib": meter.peak_bytes() // MIB, "steps": len(losses),
             "last_loss": losses[-1],
         }  # fmt: skip
 
 
 def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
     """Train with all of the memory and with seven tenths of what that took."""
-    found: list[tuple[list[float], float]] = []
+    found: list[tuple[list[float], list[float]]] = []
     meter = memory_meter(device)
     recoveries = 0
     room = 2**62
@@ -209,15 +217,17 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             resting = meter.used_bytes()
             meter.reset_peak()
             with meter.limit(min(resting + room, 2**60)):
-                losses, speed, _ = train(recipe)
-            found.append((losses, speed))
+                losses, seconds, *_ = train(recipe)
+            found.append((losses, seconds))
             session: Any = recipe._session
             recoveries = session.split_policy.limit.num_recoveries
             room = int(0.7 * (meter.peak_allocated_bytes() - resting))
-    (free, speed), (limited, slower) = found
+    (free, seconds), (limited, longer) = found
     return {
         "recoveries": recoveries,
-        "tokens_per_second_ratio": ratio(slower, speed),
+        "seconds_ratio_of_all_steps": ratio(sum(longer), sum(seconds)),
+        "seconds_ratio_of_late_steps": ratio(late(longer), late(seconds)),
+        "seconds_of_the_slowest": round(max(longer), 2),
         "loss_difference": max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(limited, free, strict=True)),
     }
 

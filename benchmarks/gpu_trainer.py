@@ -13,7 +13,10 @@ Tokens in a second and the peak are of the steps after the first few; ``set_up_s
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -183,14 +186,21 @@ def _train(method: str, device: str, data: list[Any], record: Path, model: Any, 
         trainer.train()
         whole = time.perf_counter() - start
         peak = marks.peak_bytes()
+        report, forwards = Path(folder) / "adaptive_batching" / "report.jsonl", []
         if method == OURS:
-            shutil.copy(Path(folder) / "adaptive_batching" / "report.jsonl", record)
+            shutil.copy(report, record)
+        if is_ours:
+            events = [json.loads(line) for line in report.read_text().splitlines()]
+            forwards = [event["forwards"] for event in events if event["event"] == "step"]
     first, last = marks.of_steps[min(WARM_UP_STEPS, len(marks.of_steps) - 1) - 1], marks.of_steps[-1]
+    late = [after[0] - before[0] for before, after in itertools.pairwise(marks.of_steps[STEPS // 2 :])]
     seconds, tokens, with_padding = (b - a for a, b in zip(first, last, strict=True))
     return {
         "in_a_forward": f"{trainer.adaptive.max_tokens} tokens" if is_ours else size,
         "tokens_per_second": round(tokens / seconds),
         "padded_over_real": round(with_padding / tokens, 3) if tokens else None,
+        "forwards": " ".join(map(str, forwards)),
+        "seconds_of_a_late_step": round(statistics.median(late), 3),
         "peak_mib": peak // 2**20,
         "set_up_seconds": round(marks.began - start, 1),
         "probe_seconds": round(trainer.adaptive.waited, 1) if is_ours else 0.0,
