@@ -193,7 +193,8 @@ def _train(method: str, device: str, data: list[Any], record: Path, model: Any, 
             events = [json.loads(line) for line in report.read_text().splitlines()]
             forwards = [event["forwards"] for event in events if event["event"] == "step"]
     first, last = marks.of_steps[min(WARM_UP_STEPS, len(marks.of_steps) - 1) - 1], marks.of_steps[-1]
-    late = [after[0] - before[0] for before, after in itertools.pairwise(marks.of_steps[STEPS // 2 :])]
+    late_ones = marks.of_steps[len(marks.of_steps) // 2 - 1 :]
+    late = [after[0] - before[0] for before, after in itertools.pairwise(late_ones)]
     seconds, tokens, with_padding = (b - a for a, b in zip(first, last, strict=True))
     return {
         "in_a_forward": f"{trainer.adaptive.max_tokens} tokens" if is_ours else size,
