@@ -16,6 +16,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
 import re
 import statistics
 import subprocess
@@ -29,11 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import write_report
 
 sys.modules["torchao"] = None  # type: ignore[assignment]  # PEFT refuses the release that torchtune takes
 
 WARM_UP_STEPS, STEPS_OF_A_DRY_RUN = 4, 5
 SECONDS_OF_A_ROW = 2.0
+MOST_OF_A_STEP = 0.85  # share of it below which kernels leave the card waiting for the host
+ROOT = Path(__file__).parent.parent
 LLAMA_1B = dict(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
     head_dim=64, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=32768,
@@ -184,7 +188,7 @@ def kernels_of(step: Callable[[], None]) -> list[tuple[str, int, float]]:
         name = event.name[:160]
         found[name] += 1
         microseconds[name] += event.device_time_total
-    return [(name, found[name], round(took, 1)) for name, took in microseconds.most_common(60)]
+    return [(name, found[name], round(took, 1)) for name, took in microseconds.most_common()]
 
 
 def measure_row(row: Row) -> dict[str, Any]:
@@ -232,6 +236,11 @@ def of_the_card() -> dict[str, Any]:
     found["product_tflops"] = 2 * 8192**3 / found["product"] / 1e12
     found["copy_tb_per_second"] = 2 * 2**31 / found["copy"] / 1e12
     found["microseconds_of_a_launch"] = found["launch"] * 1000
+    found["made_with"] = (
+        f"torch {torch.__version__}, Python {platform.python_version()}, on {properties.name}; it multiplies "
+        f"{found['product_tflops']:.0f} teraflops in bfloat16, and copies {found['copy_tb_per_second']:.2f} terabytes "
+        "a second"
+    )
     return found
 
 
@@ -271,7 +280,7 @@ def measure(output: Path, only: list[str], seconds: float) -> None:
         child.join(10)
         if child.is_alive():
             child.kill()
-        output.write_text(json.dumps(measured, indent=1))
+        output.write_text(json.dumps(compact(measured), indent=1))
         shown = {key: value for key, value in measured[name].items() if key != "kernels"}
         print(name, shown, flush=True)
 
@@ -288,14 +297,90 @@ def forecast(output: Path, only: list[str], gpus: list[str]) -> None:
         started = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         try:
-            known[name] = json.loads(done.stdout)
+            answer = json.loads(done.stdout)
         except json.JSONDecodeError:
             known[name] = {"error": (done.stdout + done.stderr)[-1500:]}
-        known[name]["took"] = round(time.monotonic() - started, 1)
+        else:
+            known[name] = {run["card"]: of_answer(run) for run in answer.get("runs", [answer])}
         output.write_text(json.dumps(known, indent=1))
-        runs = known[name].get("runs", [known[name]])
-        seconds = [run["time"]["seconds_per_step"] if run.get("time") else str(run)[-300:] for run in runs]
-        print(name, seconds, known[name]["took"], flush=True)
+        print(name, known[name], f"{time.monotonic() - started:.0f} s", flush=True)
+
+
+def of_answer(run: dict[str, Any]) -> dict[str, Any]:
+    """Return what is compared of what a dry run says of one card."""
+    told = run["time"] or {}
+    return {
+        **{key: told.get(key) for key in ("seconds_per_step", "seconds_low", "seconds_high", "kind", "limits")},
+        "allocated_bytes": run["peak_allocated_bytes"], "reserved_bytes": run["peak_reserved_bytes"],
+    }  # fmt: skip
+
+
+def kind_of_kernel(name: str) -> str:
+    """Return what a kernel does, by its name."""
+    name = name.lower()
+    if re.search("flash|fmha|sdpa", name):
+        return "attention"
+    if re.search("gemm|nvjet|cutlass|xmma|gemv|splitk", name):
+        return "products"
+    return "memory"
+
+
+def compact(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return measurements with the kernels of a row added up by kind, as (number, seconds)."""
+    rows: dict[str, Any] = {}
+    for name, row in measured.items():
+        kinds: dict[str, list[float]] = {}
+        for kernel, number, microseconds in row.get("kernels", []):
+            of_kind = kinds.setdefault(kind_of_kernel(kernel), [0, 0.0])
+            of_kind[0] += number
+            of_kind[1] = round(of_kind[1] + microseconds / 1e6, 6)
+        rows[name] = {**{key: value for key, value in row.items() if key != "kernels"}, "kernels": kinds}
+    return rows
+
+
+def compare(forecasts: Path, measurements: Path) -> None:
+    """Write how far forecasts are from measurements."""
+    foretold, measured = json.loads(forecasts.read_text()), json.loads(measurements.read_text())
+    found = measured.pop("card")
+    card = next(name for name in foretold[next(iter(foretold))] if name in found["name"].split())
+    rows = [
+        "| | seconds | forecast | off | within | kernels alone | peak, MiB | forecast off by | reserved, MiB | off |"
+    ]
+    rows.append("|---" * 10 + "|")
+    errors: dict[str, list[float]] = {"limited by the card": [], "limited by the host": []}
+    off_in_memory: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    within = []
+    for name, row in measured.items():
+        if "seconds" not in row:
+            continue
+        told = foretold[name][card]
+        error = told["seconds_per_step"] / row["seconds"] - 1
+        is_within = told["seconds_low"] <= row["seconds"] <= told["seconds_high"] if told["seconds_low"] else None
+        of_kernels = sum(seconds for _, seconds in row["kernels"].values())
+        waits = bool(of_kernels) and of_kernels < MOST_OF_A_STEP * row["seconds"]
+        errors["limited by the host" if waits else "limited by the card"].append(abs(error))
+        within += [] if waits or is_within is None else [is_within]
+        shown = ["-", "-", "-", "-"]
+        for at, what in enumerate(("allocated", "reserved")):
+            if (bytes_of := row.get(f"{what}_bytes")) is not None:
+                apart = told[f"{what}_bytes"] / bytes_of - 1
+                off_in_memory[what].append(abs(apart))
+                shown[2 * at : 2 * at + 2] = [f"{bytes_of / 2**20:,.0f}", f"{100 * apart:+.3f} %"]
+        words = {True: "yes", False: "no", None: "no interval"}[is_within]
+        kernels = f"{of_kernels:.4f}" if of_kernels else "-"
+        first = f"| {name} | {row['seconds']:.4f} | {told['seconds_per_step']:.4f} | {100 * error:+.1f} % | {words} "
+        rows.append(f"{first}| {kernels} | {' | '.join(shown)} |")
+    figures: dict[str, Any] = {}
+    for kind, shares in {**errors, **off_in_memory}.items():
+        if shares:
+            figures |= {f"{kind}: median error": round(statistics.median(shares), 5), f"largest, {kind}": max(shares)}
+    figures["within the interval"] = f"{sum(within)} of {len(within)}"
+    write_report(
+        "On a card: seconds and memory of programs, against what a dry run says",
+        device="cuda", facts=[f"measured with {found['made_with']}", *found.get("notes", [])], rows=rows,
+        figures=figures, output=ROOT / f"benchmarks/results/on_a_card_{card.lower()}.md", packages=("torch",),
+        device_name="forecasts without a GPU",
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -303,6 +388,7 @@ def main() -> None:
     parser.add_argument("--row", choices=ROWS)
     parser.add_argument("--forecast", type=Path)
     parser.add_argument("--measure", type=Path)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("FORECAST", "MEASURED"))
     parser.add_argument("--gpu", action="append", default=[])
     parser.add_argument("--only", default="", help="rows in whose name this expression is found")
     parser.add_argument("--seconds", type=float, default=240, help="nothing is begun or goes on after this long")
@@ -318,6 +404,8 @@ def main() -> None:
         forecast(args.forecast, only, args.gpu or ["H100"])
     if args.measure:
         measure(args.measure, only, args.seconds)
+    if args.compare:
+        compare(*args.compare)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from adaptive_batching._dry_run.times import time_as_object, time_in_words
 from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, outside_of_allocator
 from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
-from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, StepSeconds, seconds_of_step
+from adaptive_batching._step_time.seconds import SLOW_HOST, UNCORRECTED, Correction, StepSeconds, seconds_of_step
 from adaptive_batching._values import DRY_RUN, memory_size
 
 VERSION = 1
@@ -85,15 +85,24 @@ class DryRun:
             samples=round(each * sum(one.counts.samples for one in self.works)),
             tokens=round(each * sum(one.counts.tokens for one in self.works)),
             steps_in_epoch=slowest.counts.batches_in_epoch / batches if batches else None,
-            uncounted=uncounted_in(slowest.work),
+            on_slow_host=self._on_slow_host, uncounted=uncounted_in(slowest.work),
         )  # fmt: skip
 
     @functools.cached_property
     def slowest(self) -> tuple[StepSeconds, ProcessWork] | None:
         """The step that takes longest, with the work of its process; None if no work was noted, or no card named."""
-        gpu = self.card.gpu
-        steps = [] if gpu is None else [(seconds_of_step(one.work, gpu, self.correction), one) for one in self.works]
+        steps = zip(self._steps_by(self.correction), self.works, strict=True) if self.card.gpu else ()
         return max(steps, key=lambda pair: pair[0].seconds, default=None)
+
+    @property
+    def _on_slow_host(self) -> float:
+        if self.correction.host != 1:
+            return 0.0
+        return max(step.seconds for step in self._steps_by(replace(self.correction, host=SLOW_HOST)))
+
+    def _steps_by(self, correction: Correction) -> list[StepSeconds]:
+        assert self.card.gpu is not None
+        return [seconds_of_step(one.work, self.card.gpu, correction) for one in self.works]
 
     @property
     def work_trouble(self) -> str | None:

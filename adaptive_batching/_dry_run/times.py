@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from adaptive_batching._step_time.forecast import Forecast, RunLength, in_seconds
-from adaptive_batching._step_time.seconds import LIMITS, Correction, largest_lines
+from adaptive_batching._step_time.seconds import CONSTANTS, LIMITS, SLOW_HOST, Correction, largest_lines
 
 MOST_LINES = 3
+WORTH_SAYING = 1.1  # times as long, with a slow host
 
 
 def time_as_object(forecast: Forecast, length: RunLength, correction: Correction) -> dict[str, Any]:
@@ -17,6 +18,7 @@ def time_as_object(forecast: Forecast, length: RunLength, correction: Correction
         "seconds_per_step": step.seconds,
         "seconds_low": low,
         "seconds_high": high,
+        "seconds_on_slow_host": forecast.on_slow_host or None,
         "kind": forecast.kind,
         "devices": forecast.devices,
         "samples_per_step": forecast.samples,
@@ -52,6 +54,10 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
         elsewhere = forecast.accuracy.unless_on(forecast.card)
         known = f"{low} to {high}, as nine in ten published runs do ({forecast.kind}){elsewhere}"
     lines.append(("within", known))
+    if forecast.on_slow_host > WORTH_SAYING * step.seconds:
+        of_slow, usual = (round(1e6 * CONSTANTS.launch * factor) for factor in (SLOW_HOST, 1))
+        took = in_seconds(forecast.on_slow_host)
+        lines.append(("slow host", f"{took} where an operation takes it {of_slow} us, as it took one, and not {usual}"))
     if forecast.uncounted:
         names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())
         lines.append(("longer", f"these take longer than is known: {names}"))

@@ -72,6 +72,9 @@ class Forecast:
     """Padding included; 0 if inputs are not tokens."""
 
     steps_in_epoch: float | None = None
+    on_slow_host: float = 0.0
+    """Seconds of a step where the host is as slow as one that was measured; 0 where its speed is known."""
+
     uncounted: Mapping[str, int] = field(default_factory=dict)
     """Operations that take longer than is counted, and how often they run."""
 

@@ -59,13 +59,23 @@ def operation(
     if name in _PRODUCTS:  # torch's formulas do not know all of their overloads
         left = args[1] if name.startswith(("add", "badd")) else args[0]
         shape = (*written[0].shape, left.shape[-1])
-        return Operation("product", name, moved, 2 * math.prod(shape), dtype, shape, launches, where=where)
+        is_aligned = all(map(_is_aligned, (*inputs, written[0])))
+        return Operation(
+            "product", name, moved, 2 * math.prod(shape), dtype, shape, launches, is_aligned=is_aligned, where=where
+        )
     flops = flops_of(func, args, kwargs, out) or 0
     if "attention" in name:
         is_causal = any(value is True for value in (*args, *kwargs.values()))
         flops = flops // 2 if is_causal else flops
         return Operation("attention", name, moved, flops, dtype, launches=launches, where=where)
     return Operation("product", name, moved, flops, dtype, launches=launches, where=where)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Return False for a matrix in half precision whose rows, or columns, do not begin at multiples of 16 bytes."""
+    if tensor.element_size() != 2 or tensor.dim() < 2:
+        return True
+    return all(stride == 1 or stride % 8 == 0 for stride in tensor.stride()[-2:])
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
@@ -98,6 +108,9 @@ def expected_launches(func: Any, tensors: list[torch.Tensor]) -> int:
 def _bytes_moved(func: Any, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> int:
     if name == "nll_loss_forward":
         return _SECTOR * read[1].numel()
+    if "batch_norm" in name:  # what is normalized is read for its mean first, and so are gradients
+        of_inputs = sum(bytes_of(x) for x in read if x.dim() > 1)
+        return 2 * of_inputs + bytes_of(written[0])
     if name in _SPARSE:
         largest = max(map(bytes_of, written), default=0)
         of_indices = sum(bytes_of(x) for x in read if x.dim() < 2)

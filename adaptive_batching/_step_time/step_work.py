@@ -32,6 +32,9 @@ class Operation:
     ranks: int = 1
     """Of a collective: how many take part; of an arrival: how many collectives were asked for after that one."""
 
+    is_aligned: bool = True
+    """False for a product in half precision with rows that do not begin at multiples of 16 bytes."""
+
     where: str = ""
     """The line of code that asked for it, also in the backward pass of that line."""
 

@@ -17,6 +17,7 @@ from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
 from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of, uncounted_in
 from adaptive_batching._step_time.seconds import (
     CONSTANTS,
+    Correction,
     correction_for,
     seconds_of_step,
     sustained,
@@ -25,7 +26,7 @@ from adaptive_batching._step_time.seconds import (
 from adaptive_batching._step_time.step_work import Operation, StepWork
 from adaptive_batching._values import ConfigError
 
-A100, H100, RTX_4090 = (find_gpus(name)[0] for name in ("a100 80gb", "h100", "4090"))
+A100, H100, H200, RTX_4090 = (find_gpus(name)[0] for name in ("a100 80gb", "h100", "h200", "4090"))
 PRODUCT = Operation("product", "mm", 3 * 2 * 8192**2, 2 * 8192**3, "bfloat16", (8192, 8192, 8192), where="model.py:3")
 KERNEL = Operation("kernel", "gelu", 2**30, dtype="bfloat16", where="model.py:4")
 TINY = Operation("kernel", "add", 4096, dtype="float32", where="model.py:5")
@@ -147,6 +148,24 @@ def test_a_correction_makes_a_step_take_what_it_was_measured_to_take(measured: f
     assert (correction.card == 1) == (many[0] is TINY)
 
 
+def test_a_host_is_more_likely_to_be_slow_than_a_card() -> None:
+    """As on an H200, where a small step took 2.3 times as long as its forecast, which did not count on that host."""
+    for size, slow in ((40, Correction(host=3.3)), (160, Correction(card=1.3))):
+        step = work(*[replace(KERNEL, bytes=size * 2**20)] * 200)
+        assert seconds_of_step(step, H200).limit == "memory"
+        found = correction_for(seconds_of_step(step, H200, slow).seconds, step, H200)
+        assert (found.card, found.host) == pytest.approx((slow.card, slow.host), rel=0.02)
+
+
+def test_a_processor_keeps_up_only_so_many_bytes_and_unaligned_products() -> None:
+    large = replace(KERNEL, bytes=2**33)
+    assert 2**33 / seconds(large, card=H200) == pytest.approx(3e12, rel=0.01), "an H200 is not as fast as its memory"
+    assert 2**33 / seconds(large, card=A100) == pytest.approx(0.85 * 2039e9, rel=0.01), "an A100 is"
+    odd = replace(PRODUCT, is_aligned=False)
+    assert 5 < seconds(odd, card=H200) / seconds(PRODUCT, card=H200) < 7
+    assert 2 < seconds(odd) / seconds(PRODUCT) < 3
+
+
 @pytest.mark.parametrize("text", ["1.07", "card", "card=", "card=-1", "memory=1.1", "card=a"])
 def test_a_mistaken_correction_is_an_error_that_says_how(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--correction .* such as card=1\.07"):
@@ -192,6 +211,9 @@ def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_add
     assert said["within"].endswith("as nine in ten published runs do (one device)")
     elsewhere = dict(time_in_words(replace(forecast, card="RTX 5090"), RunLength()))["within"]
     assert "none on RTX 5090, where it may be further off" in elsewhere
+    slow = dict(time_in_words(replace(forecast, on_slow_host=2 * step.seconds), RunLength()))
+    assert slow["slow host"].endswith("where an operation takes it 33 us, as it took one, and not 10")
+    assert "slow host" not in dict(time_in_words(replace(forecast, on_slow_host=1.05 * step.seconds), RunLength()))
     assert "linalg_qr (2)" in said["longer"] and " hours for " in said["in all"]
     for length in (RunLength(epochs=1), RunLength(tokens=10)):
         said = dict(time_in_words(replace(forecast, tokens=0), length))
