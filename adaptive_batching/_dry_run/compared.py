@@ -49,7 +49,7 @@ def compare(columns: Sequence[Column], runs: Sequence[DryRun]) -> tuple[dict[str
     widths = {index: max(len(row[index]) for row in rows) for index in kept}
     lines = ["  ".join(row[index].ljust(widths[index]) for index in kept).rstrip() for row in rows]
     known = [one for one in forecasts if one is not None]
-    alone = dict.fromkeys(one.card for one in known if one.accuracy is None or one.card not in one.accuracy.cards)
+    alone = dict.fromkeys(one.card for one in known if one.accuracy is None or not one.accuracy.knows(one.card))
     if alone:
         lines += ["", f"no published run to hold times against: {', '.join(alone)}"]
     shown = [

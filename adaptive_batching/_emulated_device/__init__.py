@@ -101,7 +101,10 @@ class EmulatedDevice:
         }
         joined = {name: f"{value}:{inherited[name]}" if inherited.get(name) else value for name, value in first.items()}
         own = {f"EMULATED_DEVICE_{name}": str(value) for name, value in settings.items()}
-        return {**inherited, **own, **joined, "TRITON_LIBCUDA_PATH": str(library.parent)}
+        return {
+            **inherited, **own, **joined, "TRITON_LIBCUDA_PATH": str(library.parent),
+            "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),  # not for real runs to find
+        }  # fmt: skip
 
 
 def write_nvidia_smi(folder: Path) -> None:

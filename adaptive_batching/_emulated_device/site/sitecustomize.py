@@ -4,18 +4,21 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
 
-class _AfterTorch(MetaPathFinder):
-    """Finds torch as Python does, and prepares it when it has been loaded."""
+class _After(MetaPathFinder):
+    """Finds a module as Python does, and prepares it when it has been loaded."""
+
+    def __init__(self, name: str, prepare: Callable[[ModuleType], None]) -> None:
+        self._name, self._prepare = name, prepare
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -25,13 +28,22 @@ class _AfterTorch(MetaPathFinder):
                 if self in sys.meta_path:  # until here: many look for torch before they import it
                     sys.meta_path.remove(self)
                 load(module)
-                from adaptive_batching._emulated_device.values import prepare
-
-                prepare()
-                _start(os.environ.get("EMULATED_DEVICE_WATCH"))
+                self._prepare(module)
 
             spec.loader.exec_module = load_and_prepare  # type: ignore[method-assign]
         return spec
+
+
+def _prepare_torch(torch: ModuleType) -> None:
+    from adaptive_batching._emulated_device.values import prepare
+
+    prepare()
+    _start(os.environ.get("EMULATED_DEVICE_WATCH"))
+
+
+def _prepare_padding(pad_mm: ModuleType) -> None:
+    """Have Inductor pad products that are not aligned, as it does where it can time both."""
+    pad_mm._skip_do_bench_times = True  # type: ignore[attr-defined]
 
 
 def _start(watch: str | None) -> None:
@@ -51,6 +63,7 @@ def _run_the_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _AfterTorch())
+sys.meta_path.insert(0, _After("torch", _prepare_torch))
+sys.meta_path.insert(0, _After("torch._inductor.fx_passes.pad_mm", _prepare_padding))
 _start(os.environ.get("EMULATED_DEVICE_WATCH_ERRORS"))  # of a process that never imports torch
 _run_the_next()
