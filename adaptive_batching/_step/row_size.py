@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 log = logging.getLogger(__name__)
 
 _GAIN = 0.03  # share of a token's time that is worth the memory of rows twice as long, and stands out from noise
@@ -16,12 +14,12 @@ _ON_CPU = 1024  # tokens of a row to begin with, whose values stay in its caches
 Gather = Callable[[tuple[float, bool]], list[tuple[float, bool]]]
 
 
-def first_row(device: torch.device) -> int:
+def first_row(kind: str) -> int:
     """Return the tokens of a row to begin with: on a GPU as many as take it about as long as launching their kernels.
 
-    On an H200 that was 6,000 tokens of a model of half a billion parameters.
+    On an H200 that was 6,000 tokens of a model of half a billion parameters. ``kind`` is the type of the device.
     """
-    return _ON_CPU if device.type == "cpu" else 8192
+    return _ON_CPU if kind == "cpu" else 8192
 
 
 class RowSize:

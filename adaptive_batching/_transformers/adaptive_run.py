@@ -371,7 +371,7 @@ class AdaptiveRun:
             if request.may_stop_early:
                 step.times.samples_left = sum(each.samples for each in self.planned()) / ranks.size * mean / tokens
             if step.in_rows:
-                request = dataclasses.replace(request, suffices=-(-first_row(trainer.args.device) // tokens))
+                request = dataclasses.replace(request, suffices=-(-first_row(trainer.args.device.type) // tokens))
             folder = Path(trainer.args.output_dir)
             result = probe(trainer, step, extremes, settings, request, ranks=ranks, scratch=folder)
             self.waited = time.perf_counter() - start

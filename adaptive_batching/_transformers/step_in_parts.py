@@ -128,7 +128,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             self.sharing = Sharing(ranks, trainer.model, waits=bool(self.models))
         self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
         self._label: str | None = None  # the field of a sample that is its only target
-        self._row_size = RowSize(first_row(trainer.args.device))
+        self._row_size = RowSize(first_row(trainer.args.device.type))
         self._cost = ForwardCost()
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before

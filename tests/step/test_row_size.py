@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from adaptive_batching._step.row_size import RowSize, first_row
 
@@ -55,7 +54,7 @@ def test_a_step_of_few_tokens_is_one_row_and_rows_grow_with_the_batch() -> None:
 
 
 def test_a_gpu_begins_with_longer_rows() -> None:
-    assert first_row(torch.device("cuda")) > first_row(torch.device("cpu"))
+    assert first_row("cuda") > first_row("cpu")
 
 
 def test_ranks_go_up_together_by_the_slowest() -> None:

@@ -135,7 +135,7 @@ class Probe:
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, request, times = self.host, self.sizing.request, ForwardTimes(self._samples_left())
         if host.rows is not None:
-            request = replace(request, suffices=-(-first_row(host.device) // self._length))
+            request = replace(request, suffices=-(-first_row(host.device.type) // self._length))
         step = training_step(host, self.sample, accumulates=request.in_parts, note=times.note)
         return find_largest(
             step, settings, meter, request, ranks=host.ranks, times=times, remedy=f"set {remedy(host)}",

@@ -66,7 +66,9 @@ class Session:
     ) -> None:
         self.host, self.run, self.settings, self.increase = host, run, settings, increase
         self.split_policy = SplitPolicy(
-            row_size=RowSize(first_row(host.device)), balances_ranks=settings.balance_ranks, is_stock=report is None
+            row_size=RowSize(first_row(host.device.type)),
+            balances_ranks=settings.balance_ranks,
+            is_stock=report is None,
         )
         self._report, self._stored, self._held_out = report, stored, held_out
         self.settled: Settled | None = None  # with all fields unset
