@@ -19,6 +19,8 @@ from adaptive_batching._values import DRY_RUN
 Place = tuple[nn.Module, str]
 """A module, and the name of an attribute, a buffer or a parameter that it has or may get."""
 
+_NEAR = 2**16  # bytes of a tensor on a device that are compared on the host
+_COLUMNS = 61
 _LONG = 1000  # entries of a container that is kept without a look into each of them
 
 
@@ -33,6 +35,7 @@ class KeptTensor:
         self._alias = tensor.detach() if _is_plain(tensor) else None
         self._requires_grad = tensor.requires_grad
         self._copies: list[torch.Tensor] | None = None
+        self._fingerprints: list[torch.Tensor | None] = [None] * len(self.parts)
 
     def copy(self, *, on_host: bool) -> None:
         if not on_host:
@@ -43,6 +46,7 @@ class KeptTensor:
                 if not is_out_of_memory(error):
                     raise
         self._copies = [part.detach().to("cpu", copy=True) for part in self.parts]  # also where the device is full
+        self._fingerprints = [fingerprint(part) if _is_far(part) else None for part in self.parts]
 
     @property
     def _has_moved(self) -> bool:
@@ -54,20 +58,22 @@ class KeptTensor:
 
     @property
     def has_changed(self) -> bool:
-        return self._has_moved or any(not _same_bits(part, saved) for part, saved in self._pairs())
+        return self._has_moved or any(True for _ in self._changed())
 
     def put_back(self) -> None:
         if self._alias is not None and self._has_moved:
             self.tensor.data = self._alias
         if self.tensor.is_leaf and self.tensor.requires_grad != self._requires_grad:
             self.tensor.requires_grad_(self._requires_grad)
-        for part, saved in self._pairs():
-            if not _same_bits(part, saved):  # a write would break a backward that is still to come
-                with torch.inference_mode(part.is_inference()), torch.no_grad():
-                    part.copy_(saved)
+        for part, saved in self._changed():  # a write to others would break a backward that is still to come
+            with torch.inference_mode(part.is_inference()), torch.no_grad():
+                part.copy_(saved)
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(self.parts, self._copies or (), strict=bool(self._copies))
+    def _changed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part, saved, before in zip(self.parts, self._copies or (), self._fingerprints, strict=bool(self._copies)):
+            is_same = _same_bits(part, saved) if before is None else torch.equal(fingerprint(part), before)
+            if not is_same:
+                yield part, saved
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -104,6 +110,23 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().flatten()
     raw = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single number may have any stride
     return raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.data_ptr() % 8 == 0 else raw
+
+
+def _is_far(tensor: torch.Tensor) -> bool:
+    """Return True if it takes long to bring a tensor to the host, to compare it there."""
+    return tensor.device.type != "cpu" and tensor.nbytes > _NEAR and tensor.data_ptr() % 8 == 0
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers that are others where bits of a tensor have changed, or words have changed places.
+
+    Each is the exclusive or of every 61st word: a prime, so that rows that change places meet other columns. All of it
+    runs on the tensor's device, in next to no memory.
+    """
+    raw = _raw(tensor)
+    rows, rest = raw.split([(in_rows := raw.numel() // _COLUMNS * _COLUMNS), raw.numel() - in_rows])
+    hashes = [torch.hash_tensor(rows.view(-1, _COLUMNS), (0,)).view(torch.int64)] if in_rows else []
+    return torch.cat([*hashes, rest.to(torch.int64)])  # a copy, also of a few words
 
 
 def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:

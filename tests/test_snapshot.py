@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching import _snapshot
+from adaptive_batching import _kept_values, _snapshot
+from adaptive_batching._kept_values import fingerprint
 from adaptive_batching._snapshot import Snapshot, StepState, rehearsal, without_hooks
 from adaptive_batching._values import ConfigError
 from tests.support.changing import Meter, Restless, Stateful, described, random_numbers
@@ -37,6 +38,39 @@ def test_a_snapshot_puts_back_whatever_a_model_and_an_optimizer_have_changed() -
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(1,), (61 * 8,), (40, 64), (3, 1001)])
+def test_a_fingerprint_tells_other_bits_and_other_places(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randint(-100, 100, shape, generator=generator).to(dtype)
+    before = fingerprint(tensor)
+    assert torch.equal(fingerprint(tensor.clone()), before)
+    flat = tensor.flatten()
+    for place in {0, flat.numel() // 2, flat.numel() - 1}:
+        changed = tensor.clone()
+        changed.view(-1)[place] += 1
+        assert not torch.equal(fingerprint(changed), before), place
+    if len(shape) == 2:
+        assert not torch.equal(fingerprint(tensor[[1, 0, *range(2, shape[0])]]), before)
+        assert not torch.equal(fingerprint(tensor.flip(0)), before)
+
+
+def test_what_is_compared_on_its_device_is_put_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    far: list[int] = []
+    monkeypatch.setattr(_kept_values, "_is_far", lambda part: not far.append(part.numel()))
+    model = restless()
+    before = described(model)
+    with rehearsal([model], CPU) as start_over:
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+            with torch.no_grad():
+                model.linear.weight.mul_(-1)
+            assert described(model) != before
+            start_over()
+            assert described(model) == before
+    assert sum(far) >= sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_a_rehearsal_leaves_nothing_behind() -> None:
