@@ -124,9 +124,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     runs on the tensor's device, in next to no memory.
     """
     raw = _raw(tensor)
-    rows, rest = raw.split([(in_rows := raw.numel() // _COLUMNS * _COLUMNS), raw.numel() - in_rows])
-    hashes = [torch.hash_tensor(rows.view(-1, _COLUMNS), (0,)).view(torch.int64)] if in_rows else []
-    return torch.cat([*hashes, rest.to(torch.int64)])  # a copy, also of a few words
+    in_rows = raw.numel() // _COLUMNS * _COLUMNS
+    rows = raw[:in_rows].view(-1, _COLUMNS)
+    hashes = [torch.hash_tensor(rows, (0,)).view(torch.int64)] if in_rows else []
+    return torch.cat([*hashes, raw[in_rows:].to(torch.int64)])  # a copy, also of a few words
 
 
 def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:

@@ -59,7 +59,12 @@ def test_a_fingerprint_tells_other_bits_and_other_places(shape: tuple[int, ...],
 
 def test_what_is_compared_on_its_device_is_put_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     far: list[int] = []
-    monkeypatch.setattr(_kept_values, "_is_far", lambda part: not far.append(part.numel()))
+
+    def is_far(part: torch.Tensor) -> bool:
+        far.append(part.numel())
+        return True
+
+    monkeypatch.setattr(_kept_values, "_is_far", is_far)
     model = restless()
     before = described(model)
     with rehearsal([model], CPU) as start_over:
