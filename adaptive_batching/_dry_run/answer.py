@@ -109,6 +109,11 @@ class DryRun:
         return next((one.trouble for one in self.works if one.trouble is not None), None)
 
     @property
+    def lacks_time(self) -> bool:
+        """True if the steps fit and how long they take was asked for, but is not known."""
+        return self.forecast is None and self.answer in (Answer.FITS, Answer.TIGHT) and self.notes_work
+
+    @property
     def why_no_time(self) -> str:
         """Return why `forecast` is None where the steps fit."""
         if not self.steps:
@@ -297,6 +302,7 @@ def as_object(run: DryRun, length: RunLength = NO_LENGTH) -> dict[str, Any]:
         "peak": {key: value for key, value in worst.get("history", {}).items() if key not in ("points", "steps_end")},
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
         "time": None if run.forecast is None else time_as_object(run.forecast, length, run.correction),
+        "why_no_time": run.why_no_time if run.lacks_time else None,
         "processes": len(run.processes),
         "error": run.errors[0]["text"] if run.errors else None,
         "exit_code": run.ending.exit_code,
@@ -326,7 +332,7 @@ def in_words(run: DryRun, length: RunLength = NO_LENGTH) -> list[str]:
         lines.append(_row("a step", ", ".join([*asked, f"copies {sum(step[name] for name in _COPIES):,}"])))
     if run.forecast is not None:
         lines += [_row(*line) for line in time_in_words(run.forecast, length)]
-    elif run.answer in (Answer.FITS, Answer.TIGHT) and run.notes_work:
+    elif run.lacks_time:
         lines.append(_row("time", f"not known: {run.why_no_time}"))
     if run.failure is None:
         lines += _how_it_ended(run)

@@ -124,6 +124,18 @@ def test_the_answer_is_told_with_its_reason(
     assert shown["fits"] is {Answer.DOES_NOT_FIT: False, Answer.CANNOT_TELL: None}.get(answer, True)
 
 
+def test_that_no_time_is_known_is_told_with_the_reason_in_words_and_json(tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text(json.dumps(process(steps=2, stopped=False)))
+    for notes_work, why in (
+        (True, "it is noted in one step more, and the script ended before; --steps 1"),
+        (False, None),
+    ):
+        run = read_dry_run(tmp_path, CARD, Ending(0, False, 1.0), notes_work=notes_work)
+        shown, said = as_object(run), "\n".join(in_words(run))
+        assert shown["time"] is None and shown["why_no_time"] == why
+        assert f"not known: {why}" in said if why else "not known" not in said
+
+
 def test_an_interrupted_run_tells_what_it_knows(tmp_path: Path) -> None:
     killed = process(steps=1, out_of_memory=[])
     del killed["history"]  # it was killed before it could write it
