@@ -191,6 +191,11 @@ def memory_size(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def percent(share: float) -> str:
+    """Write a share with two digits, as percent; more than all of it as 100 %."""
+    return f"{float(f'{100 * min(share, 1.0):.2g}'):g} %"
+
+
 def masked(values: Any, *, is_secret: bool = False) -> Any:
     """Return ``values``, of mappings and lists of a config, with the text under keys that name a secret left out.
 

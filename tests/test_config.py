@@ -9,7 +9,7 @@ import pytest
 
 from adaptive_batching import _config, growth
 from adaptive_batching._config import TOP_LEVEL, AdaptiveBatchingConfig
-from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, Whole
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, Whole, percent
 
 
 def read(fields: dict[str, Any], **values: Any) -> AdaptiveBatchingConfig:
@@ -137,3 +137,8 @@ def test_types_name_every_field_and_take_what_the_pages_write() -> None:
     functions = (node for node in ast.walk(ast.parse(inspect.getsource(_config))) if isinstance(node, ast.FunctionDef))
     [definition] = [function for function in functions if function.name == "__init__"]
     assert [argument.arg for argument in definition.args.kwonlyargs] == [field.name for field in fields(written)]
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.0, "100 %"), (7.3, "100 %"), (0.123, "12 %"), (2.7e-4, "0.027 %")])
+def test_a_share_is_written_as_people_do(share: float, said: str) -> None:
+    assert percent(share) == said

@@ -35,7 +35,7 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.sharing import Sharing, gathered
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
-from adaptive_batching._values import DRY_RUN, ConfigError
+from adaptive_batching._values import DRY_RUN, ConfigError, percent
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         if module is not None:
             return module
         if losses.add_up:
-            return f"loss, which is another in a second forward of the same samples (by {100 * losses.change:.2g} %),"
+            return f"loss, which is another in a second forward of the same samples (by {percent(losses.change)}),"
         groups_alone, together = losses.runs[0]
         in_words = "({:g}, {:g}) for samples in groups, and ({:g}, {:g}) for all of them together"
         drawn = " and draws random numbers of its own" if losses.are_drawn else ""

@@ -13,7 +13,7 @@ from adaptive_batching._evidence import gradient_error
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.work import Work
-from adaptive_batching._values import DRY_RUN, ConfigError
+from adaptive_batching._values import DRY_RUN, ConfigError, percent
 
 _PARTS = 16  # of a step, of which two samples are chosen
 _TIMES = 4  # as long as the other one of them should be
@@ -93,7 +93,7 @@ class Audit:
             )
         if error > rounding:
             raise ConfigError(
-                f"the gradient of a batch in two parts is {100 * min(error, 1):.2g} % off that of the same batch in "
+                f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in "
                 f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
                 "computes over the batch, has a scale or random numbers of its own, or changes the model for the next "
                 f"part; {self._remedy}"

@@ -25,7 +25,7 @@ from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._transformers.handed_out import Sample, alone, replaced
 from adaptive_batching._unused_memory import release_cached_memory
-from adaptive_batching._values import DRY_RUN, ConfigError, first_line
+from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 from adaptive_batching._without_chance import WithoutChance
 
 log = logging.getLogger(__name__)
@@ -146,14 +146,14 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
             chance = "random numbers that the loss draws, and " if losses.are_drawn else ""
             raise ConfigError(
                 f"the loss of {name} is neither a sum over num_items_in_batch nor a mean over targets or samples, so "
-                f"that parts of a batch do not add up to it (they are {100 * min(error, 1):.2g} % off); leave out "
+                f"that parts of a batch do not add up to it (they are {percent(error)} off); leave out "
                 f"{chance}terms that compute over the batch, such as one that balances experts, or train without "
                 "adaptive"
             )
         if losses.change > losses.rounding:
             raise ConfigError(
                 f"the loss of {name} is another in a second forward of the same samples (by "
-                f"{100 * min(losses.change, 1):.2g} %), as with centers or codebooks that follow what they see, so "
+                f"{percent(losses.change)}), as with centers or codebooks that follow what they see, so "
                 "that each part of a batch would change it for the next; change them once in each step, or train "
                 "without adaptive"
             )

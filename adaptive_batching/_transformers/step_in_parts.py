@@ -53,7 +53,7 @@ from adaptive_batching._transformers.row_of_samples import (
     with_another_first,
 )
 from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
-from adaptive_batching._values import DRY_RUN, ByLength, ConfigError, Fixed, SplitSize, first_line
+from adaptive_batching._values import DRY_RUN, ByLength, ConfigError, Fixed, SplitSize, first_line, percent
 
 log = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if ranks.any((why := watch.why_not(model)) is not None):
             raise NoRowError(why or "on another rank, a row is another")
         if off > rounding:
-            return f"the gradient of a row is {100 * min(off, 1):.2g} % off that of its samples"
+            return f"the gradient of a row is {percent(off)} off that of its samples"
         rows = with_another_first(pieces, model, kind.key)
         number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
         carried = Carried(model)
@@ -317,7 +317,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if ranks.any((name := carried.module()) is not None):
             raise NoRowError(f"{name or 'a module'} carries a sample over into the next")
         if leak > rounding / 4:  # of experts, which get other numbers of tokens; elsewhere the two are equal
-            return f"a sample changes the gradient of those after it by {100 * min(leak, 1):.2g} %"
+            return f"a sample changes the gradient of those after it by {percent(leak)}"
         return None
 
     def split(self, groups: Sequence[Sequence[list[Sample]]], max_tokens: int | None) -> Iterator[list[Part]]:
