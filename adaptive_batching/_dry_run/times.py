@@ -51,8 +51,9 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     known = f"no published run of this kind ({forecast.kind}) to hold it against"
     if forecast.accuracy is not None and forecast.between is not None:
         low, high = map(in_seconds, forecast.between)
-        elsewhere = forecast.accuracy.unless_on(forecast.card)
-        known = f"{low} to {high}, as nine in ten published runs do ({forecast.kind}){elsewhere}"
+        known = f"{low} to {high}, as nine in ten published runs do ({forecast.kind})"
+        if not forecast.accuracy.knows(forecast.card):
+            known = f"{low} to {high}, as nine in ten do on a new card ({forecast.kind}; none was on {forecast.card})"
     lines.append(("within", known))
     if forecast.on_slow_host > WORTH_SAYING * step.seconds:
         of_slow, usual = (round(1e6 * CONSTANTS.launch * factor) for factor in (SLOW_HOST, 1))

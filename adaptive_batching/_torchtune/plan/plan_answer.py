@@ -15,7 +15,7 @@ from adaptive_batching._gpus import Gpu
 from adaptive_batching._plan import Answer, MemoryEstimate
 from adaptive_batching._step.share import SampleCost, share_out
 from adaptive_batching._step_time.forecast import AGAINST_PUBLISHED as AGAINST_PUBLISHED_TIMES
-from adaptive_batching._step_time.forecast import ONE_DEVICE, in_seconds
+from adaptive_batching._step_time.forecast import in_seconds
 from adaptive_batching._step_time.seconds import LIMITS
 from adaptive_batching._torchtune.plan import planning
 from adaptive_batching._torchtune.plan.planning import PlanRequest, TracedPlan
@@ -306,9 +306,11 @@ def _time(asked: Asked, traced: TracedPlan) -> list[str]:
     took = f"{in_seconds(time.seconds)} for {_samples(time.samples)} of {traced.length:,} tokens"
     line = f"Time: {took}, {time.tokens_per_second:,.0f} tokens/s on {asked.gpu.name}: {limits}"
     hours = shown["hours_per_epoch"]
-    accuracy = AGAINST_PUBLISHED_TIMES[ONE_DEVICE]
-    elsewhere = accuracy.unless_on(asked.gpu.name)
-    known = f"nine in ten published times are within {100 * accuracy.nine_in_ten:.0f} %{elsewhere}"
+    accuracy, card = AGAINST_PUBLISHED_TIMES.get(time.kind), asked.gpu.name
+    known = f"no published time of this kind ({time.kind}) to hold it against"
+    if accuracy is not None:
+        known = f"nine in ten published times are within {100 * accuracy.share_on(card):.0f} % ({time.kind})"
+        known += "" if accuracy.knows(card) else f", as far as on a new card: none was on {card}"
     epoch = "" if hours is None else f"{hours:,.3g} hours an epoch without padding; "
     return [line, f"  {epoch}{known}"]
 

@@ -27,6 +27,7 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._plan import Forecast, MemoryEstimate, outside_of_allocator
 from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.sizing import Sizes
+from adaptive_batching._step_time.forecast import kind_of
 from adaptive_batching._step_time.seconds import StepSeconds, seconds_of_step
 from adaptive_batching._torchtune.plan.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.stock.host import Host, StockRun
@@ -117,7 +118,8 @@ class TracedPlan:
         work = self.forecast.step.work_at(size) if size else None
         if work is None:
             return "in sizes that fit" if not size else "of kernels that differ from size to size"
-        return ForwardTime(size, size * self.length, seconds_of_step(work, gpu), self.forecast.forwards)
+        step = seconds_of_step(work, gpu)
+        return ForwardTime(size, size * self.length, step, self.forecast.forwards, kind_of(work, step, ranks=1))
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class ForwardTime:
     tokens: int
     step: StepSeconds
     forwards: int  # in the step
+    kind: str  # of runs, by which it is known how well such times are
 
     @property
     def seconds(self) -> float:
