@@ -7,6 +7,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torchtune.config import instantiate
 
 from adaptive_batching.__main__ import main
 from adaptive_batching._plan import Answer, MemoryEstimate, OutsideAllocator, gpu_memory
+from adaptive_batching._step_time.seconds import StepSeconds
 from adaptive_batching._torchtune.plan.plan_answer import AGAINST_ALLOCATOR, AGAINST_PUBLISHED, first_line, how_sure
+from adaptive_batching._torchtune.plan.plan_answer import _time as time_in_words
 from adaptive_batching._torchtune.plan.plan_command import load_config
-from adaptive_batching._torchtune.plan.planning import CONFIGS, PlanRequest, levers, look_out
+from adaptive_batching._torchtune.plan.planning import CONFIGS, ForwardTime, PlanRequest, levers, look_out
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import Reserved
 from adaptive_batching._values import memory_size
@@ -315,3 +318,19 @@ def test_errors_are_rounded_up() -> None:
         "How sure: the answer rests on reserved memory. In 40 runs on PyTorch's own allocator, without a GPU, that was "
         "within 1.5 % of the plan. 3 peaks published for GPUs were within 10 %."
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "card", "said"),
+    [
+        ("one device", "L40S", "nine in ten published times are within 12 % (one device)"),
+        ("4-bit weights", "A100-80GB", "nine in ten published times are within 8 % (4-bit weights)"),
+        ("one device", "RTX 5090", "within 38 % (one device), as far as on a new card: none was on RTX 5090"),
+        ("limited by the host", "L40S", "no published time of this kind (limited by the host) to hold it against"),
+    ],
+)
+def test_how_well_a_time_is_known_is_told_by_its_kind_and_card(kind: str, card: str, said: str) -> None:
+    time = ForwardTime(4, 1024, StepSeconds(0.1, {"products": 0.1}), 1, kind)
+    traced: Any = SimpleNamespace(time_on=lambda gpu: time, length=256)
+    asked: Any = SimpleNamespace(gpu=SimpleNamespace(name=card), lengths=None, request=SimpleNamespace(samples=None))
+    assert time_in_words(asked, traced)[-1].endswith(said)
