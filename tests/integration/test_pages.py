@@ -116,8 +116,8 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching dry-run --memory 24210MiB --capability 8.6 -- python train.py": DRY_RUN,
     "adaptive-batching dry-run --gpu A100 --sequence-length 2048 lora_finetune_single_device --config "
     "llama3_1/8B_lora_single_device use_maximum_batch_size=True": DRY_RUN,
-    "adaptive-batching dry-run --gpu 4090 --gpu L40S --gpu H100 --gpu H200 --tokens 1e8 --price 0.4 --price 0.9 "
-    "--price 2.5 --price 3.5 --sequence-length 2048 lora_finetune_single_device --config "
+    "adaptive-batching dry-run --gpu 4090 --gpu L40S --gpu H100 --tokens 1e8 --price 0.4 --price 0.9 "
+    "--price 2.5 --sequence-length 2048 lora_finetune_single_device --config "
     "llama3_1/8B_lora_single_device gradient_accumulation_steps=1": DRY_RUN,
     "make test": "this test is one of those that it runs",
     "make test-emulated": "this takes an environment of its own, with a CUDA build of torch",
