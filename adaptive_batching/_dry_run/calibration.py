@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 from adaptive_batching._dry_run.answer import DryRun
+from adaptive_batching._gpus import GPUS, Gpu
 from adaptive_batching._report.events import RecordError, read_events
 from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, correction_for
 from adaptive_batching._values import ConfigError
@@ -18,12 +19,25 @@ def corrected_by(record: Path, run: DryRun) -> Correction:
     """Return the correction by which a dry run takes as long as a real run of the same command did on the same card.
 
     Raises:
-        ConfigError: If the record tells too little, or the dry run does not say how long a step takes.
+        ConfigError: If the record tells too little or is of another card, or the dry run has no time.
     """
     if run.forecast is None or run.slowest is None or run.card.gpu is None:
         raise ConfigError(f"--calibrate {record}: this dry run says no time to compare with ({run.why_no_time})")
     seconds = seconds_of_record(record, run.forecast.tokens)
+    check_card(record, run.card.gpu)
     return correction_for(seconds, run.slowest[1].work, run.card.gpu)
+
+
+def check_card(record: Path, card: Gpu) -> None:
+    """Raise ConfigError if a record, which can be read, is of a run on another device than ``card``."""
+    device = next((str(begun["device"]) for begun in reversed(read_events(record)["run"]) if begun.get("device")), "")
+    if device == "cpu":
+        raise ConfigError(f"--calibrate {record} is of a run on the CPU; give the record of a run on a GPU")
+    other = next((gpu.name for gpu in GPUS if gpu.device_name == device), card.name)
+    if other != card.name and device != card.device_name:
+        raise ConfigError(
+            f"--calibrate {record} is of a run on {device}, and not on {card.name}; put --gpu '{other}' first"
+        )
 
 
 def seconds_of_record(record: Path, tokens: int) -> float:

@@ -14,7 +14,7 @@ ONE_DEVICE, SEVERAL, FOUR_BITS, CONVOLUTIONS, SMALL = (
 )  # fmt: skip
 UNCOUNTED = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "_cudnn_rnn", "_cudnn_ctc")
 """Beginnings of names of operations of which only the bytes are counted, and which take longer."""
-_DEQUANTIZES = ("dequantize", "nf4", "kDequantizeBlockwise")
+_DEQUANTIZES = ("dequantize", "nf4")
 
 
 ELSEWHERE = 0.375

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching._dry_run import compared
-from adaptive_batching._dry_run.calibration import as_option, read_correction, seconds_of_record
+from adaptive_batching._dry_run.calibration import as_option, check_card, read_correction, seconds_of_record
 from adaptive_batching._dry_run.times import time_in_words
 from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
 from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of, uncounted_in
@@ -172,9 +174,10 @@ def test_a_mistaken_correction_is_an_error_that_says_how(text: str) -> None:
         read_correction(text)
 
 
-def write_record(folder: Path, steps: list[dict[str, Any]]) -> Path:
+def write_record(folder: Path, steps: list[dict[str, Any]], **of_run: Any) -> Path:
     path = folder / "report.jsonl"
-    events = [{"event": "run", "version": 1, "ranks": 2}, *({"event": "step", "epoch": 0, **step} for step in steps)]
+    begun = {"event": "run", "version": 1, "ranks": 2, **of_run}
+    events = [begun, *({"event": "step", "epoch": 0, **step} for step in steps)]
     path.write_text("\n".join(map(json.dumps, events)))
     return path
 
@@ -189,6 +192,21 @@ def test_a_record_tells_the_seconds_of_a_step_by_its_tokens_without_the_first_st
     assert seconds_of_record(path, tokens=0) == pytest.approx(0.006)
     with pytest.raises(ConfigError, match="3 timed steps; give the record of a run of 6 or more"):
         seconds_of_record(write_record(tmp_path, first), 4000)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("NVIDIA A100-SXM4-80GB", None),
+        ("NVIDIA X9000", None),  # not in the list: --card may describe it
+        ("NVIDIA H200", "is of a run on NVIDIA H200, and not on A100-80GB; put --gpu 'H200' first"),
+        ("cpu", "is of a run on the CPU; give the record of a run on a GPU"),
+    ],
+)
+def test_a_record_corrects_the_card_that_it_is_of(device: str, says: str | None, tmp_path: Path) -> None:
+    record = write_record(tmp_path, [], device=device)
+    with pytest.raises(ConfigError, match=re.escape(says)) if says else contextlib.nullcontext():
+        check_card(record, A100)
 
 
 def test_hours_and_cost_follow_from_epochs_steps_or_tokens() -> None:
