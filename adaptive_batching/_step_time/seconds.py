@@ -92,7 +92,7 @@ class Correction:
 
 
 UNCORRECTED = Correction()
-SPREADS = {"card": 0.3, "host": 0.7}
+SPREADS = {"card": 0.2, "host": 0.8}
 """Standard deviations of the logarithm of what a `Correction` holds."""
 
 SLOW_HOST = 3.3
@@ -264,7 +264,7 @@ def correction_for(measured: float, work: StepWork, card: Gpu) -> Correction:
     """Return the correction by which a step takes as long as it was measured to take.
 
     It is the host's, or the card's with its links: of those that explain the time, the one that is less unlikely. By
-    `SPREADS`, a host that takes twice as long is as likely as a card that takes a third longer.
+    `SPREADS`, a host that takes twice as long is as likely as a card that takes a fifth longer.
     """
     corrections = []
     for name, spread in SPREADS.items():
