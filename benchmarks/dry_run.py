@@ -390,8 +390,8 @@ def main() -> None:
         output=args.output or ROOT / "benchmarks/results/dry_run_emulated.md",
         packages=("torch", "triton", "bitsandbytes"),
     )  # fmt: skip
-    now = {kind: asdict(replace(accuracy, measured=())) for kind, accuracy in AGAINST_PUBLISHED.items()}
-    if {kind: {**known, "measured": ()} for kind, known in kinds.items()} != now:
+    now = {kind: asdict(replace(accuracy, measured={})) for kind, accuracy in AGAINST_PUBLISHED.items()}
+    if {kind: {**known, "measured": {}} for kind, known in kinds.items()} != now:
         print(f"AGAINST_PUBLISHED is {now}; now {kinds}", file=sys.stderr)
 
 
