@@ -331,9 +331,8 @@ def kind_of_kernel(name: str) -> str:
 
 
 FACTS = [
-    f"fitted to: {', '.join(FITTED)}; nothing else of a forecast was chosen by what is here",
-    "interval: on an H200 as wide as these rows need; of those not fitted, 10 of 12 were within that of published runs",
-    "slow host: the step where an operation takes the host 33 us, as here, and not 10",
+    f"fitted on an H200 to: {', '.join(FITTED)}; nothing else of a forecast was chosen by what is here",
+    "slow host: the step where an operation takes the host 33 us, as on that H200, and not 10",
     "kernels: seconds of the step's kernels, which are less where the card waits for the host",
     "memory: forecast by torch 2.13, whatever was measured with",
 ]

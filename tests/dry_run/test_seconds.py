@@ -294,7 +294,7 @@ def test_work_is_written_and_read_as_it_was() -> None:
 def test_a_table_of_cards_names_those_that_no_published_run_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compared, "as_object", lambda run, length: {})
     step = seconds_of_step(work(PRODUCT), H100)
-    for cards, said in (["L40S", "H200"], None), (["L40S", "H100", "RTX 3090"], "against: H100, RTX 3090"):
+    for cards, said in (["L40S", "H100"], None), (["L40S", "L4", "RTX 3090"], "against: L4, RTX 3090"):
         columns = [compared.Column(card, None, RunLength(), None) for card in cards]
         forecasts = [Forecast(step, card, "one device", 1, 8, 8192) for card in cards]
         runs = [SimpleNamespace(forecast=forecast, worst=None, answer="fits") for forecast in forecasts]
