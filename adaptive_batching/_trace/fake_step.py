@@ -34,6 +34,15 @@ from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
+class _WithoutPinning(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Leaves memory as it is where it would be pinned, for which there is no fake implementation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def record(step: TrainingStep, batch: Any, device: torch.device, *, notes_work: bool = False) -> StepRecord:
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
     with _without_launches():
@@ -66,7 +75,7 @@ def _without_launches() -> Iterator[None]:
 
 
 def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bool) -> StepRecord:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = _WithoutPinning(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.
     # They, their gradients and the optimizer states may be on the host.

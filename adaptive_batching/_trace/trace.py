@@ -59,8 +59,8 @@ def _trace_step(step: TrainingStep, notes_work: bool) -> TracedStep:
     except TraceError as error:
         if device.type == "cpu":
             raise
-        log.debug("tracing again on the CPU, because on %s: %s", device, error)
         records = [_record_at(size, step, torch.device("cpu"), notes_work) for size in TRACED_SIZES]
+        log.debug("traced with the kernels of the CPU, because on %s: %s", device, error)
     try:
         return TracedStep(*records)
     except TraceError:
