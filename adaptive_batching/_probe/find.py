@@ -222,7 +222,8 @@ class _Search:
         next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
         last = max(next_size, sizes.candidates[-1] if self.settled else 0, *ran)
         curve = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
-        points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
+        number = 16 if self._count is None else 3  # each is several replays of the allocator
+        points = {last, next_size, self.settled or last, *ran, *range(1, last + 1, max(1, last // number))}
         return [(b, int(curve.peak_bytes(b))) for b in sorted(points)]
 
     def unrounded_maximum(self, sizes: SizesRun) -> int | None:
