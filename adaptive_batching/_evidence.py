@@ -10,7 +10,9 @@ difference.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -112,10 +114,12 @@ def losses_of_groups(
         start_over()
         random_state = RandomState(device)
         again: list[Any] = []
-        for draws_anew in (False, False, True):
-            if not draws_anew:
-                random_state.put_back()
-            again.append(without_gradients(run, together))
+        without_gradients(run, together)  # an average of weights, which follows them, begins with them
+        with perturbed(parameters):
+            for draws_anew in (False, False, True):
+                if not draws_anew:
+                    random_state.put_back()
+                again.append(without_gradients(run, together))
     first, second, drawn = (float(torch.as_tensor(losses[0])) for losses in again)
     return Losses(
         runs, mode.rounding[0], are_drawn=first == second != drawn,
@@ -134,10 +138,16 @@ def without_gradients(run: Callable[[Batch], T], samples: Batch) -> T:
     return run(samples)
 
 
+@functools.cache
+def _noise() -> torch.Tensor:
+    """Return numbers of a normal distribution, drawn by Python, as torch draws none within :class:`WithoutChance`."""
+    draw = random.Random(0)
+    return torch.tensor([draw.gauss(0.0, 1.0) for _ in range(_FIRST)])
+
+
 @contextlib.contextmanager
 def perturbed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Change what is trained of ``parameters`` by some percent inside: the first numbers of each tensor."""
-    generator = torch.Generator().manual_seed(0)
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         with torch.no_grad():
@@ -148,7 +158,7 @@ def perturbed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                     first = _first_of(part)
                     saved.append((first, first.clone()))
                     scale = float(first.float().square().mean().sqrt()) if first.numel() else 0.0
-                    noise = torch.randn(first.shape, generator=generator)
+                    noise = _noise().roll(len(saved))[: first.numel()].view(first.shape)
                     first += (noise * 0.1 * (scale or 0.1)).to(first.device, first.dtype)
         yield
     finally:

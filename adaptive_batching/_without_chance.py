@@ -26,8 +26,9 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class WithoutChance(TorchFunctionMode):
     """Draw no random numbers in torch's functions inside: what they return depends on the last dimension alone.
 
-    So a sample meets the same numbers in any batch. Dropout leaves everything as it is, and noise is its mean. A
-    permutation reverses, so that samples that are mixed with each other are found out.
+    So a sample meets the same numbers in any batch. Dropout leaves everything as it is, and uniform noise is its mean.
+    Normal noise is not, so that what is added in each part of a batch is found out, as to a gradient; nor is a
+    permutation, which reverses, for samples that are mixed with each other.
 
     :attr:`dtypes` are those of what functions have returned, which tell what rounding can do.
     """
@@ -123,8 +124,14 @@ def _mean_of_uniform(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tenso
     return torch.full_like(drawn, (low + high) / 2)
 
 
-def _mean_of_normal(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    return torch.full_like(drawn, _argument(args, kwargs, 1, "mean", 0.0))
+def _of_normal(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, deviation = (_argument(args, kwargs, at, name, float(at - 1)) for at, name in ((1, "mean"), (2, "std")))
+    return mean + deviation * _standard(drawn)
+
+
+def _standard(like: torch.Tensor) -> torch.Tensor:
+    """Return numbers of mean 0 and variance 1, as :func:`_even` spreads them."""
+    return (_even(like) - 0.5) * math.sqrt(12)
 
 
 def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -140,9 +147,9 @@ _DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "rand": lambda drawn, args, kwargs: _even(drawn),
     "rand_like": lambda drawn, args, kwargs: _even(drawn),
     "uniform_": _mean_of_uniform,
-    "randn": lambda drawn, args, kwargs: torch.zeros_like(drawn),
-    "randn_like": lambda drawn, args, kwargs: torch.zeros_like(drawn),
-    "normal_": _mean_of_normal,
+    "randn": lambda drawn, args, kwargs: _standard(drawn),
+    "randn_like": lambda drawn, args, kwargs: _standard(drawn),
+    "normal_": _of_normal,
     "bernoulli": lambda drawn, args, kwargs: _even(drawn) < args[0],
     "bernoulli_": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", 0.5),
     "randint": _whole,

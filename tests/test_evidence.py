@@ -106,7 +106,7 @@ def test_weights_are_changed_a_little_and_put_back_bit_for_bit() -> None:
     last.bias.requires_grad_(False)
     model = nn.Sequential(nn.Linear(400, 300), last)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with perturbed(model.parameters()):
+    with WithoutChance(), perturbed(model.parameters()):
         changed = [
             not torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True)
         ]

@@ -95,7 +95,7 @@ class Audit:
             raise ConfigError(
                 f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in "
                 f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
-                "computes over the batch, has a scale or random numbers of its own, or changes the model for the next "
+                "computes over the batch or its padding, has a scale or random numbers of its own, or changes the model for the next "
                 f"part; {self._remedy}"
             )
         return True

@@ -204,8 +204,21 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if self._may_be_rows:
             self._lay_end_to_end(samples)
         if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self._dependent_module is None:
-            by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
-            self.runner.compare(by_length[len(samples) // 2 :][:1], by_length[:1])
+            self.runner.compare(*self._unlike(samples))
+
+    def _unlike(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+        """Return a longer sample, and the shortest with one that has most targets for its tokens.
+
+        Padded on the left, the first token of such a one becomes a target, which by itself it is not.
+        """
+
+        def share_of_targets(sample: Sample) -> float:
+            return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)
+
+        by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
+        shorter, longer = by_length[: len(samples) // 2], by_length[len(samples) // 2 :]
+        fullest = max(shorter, key=share_of_targets)
+        return longer[:1], shorter[:1] if fullest is shorter[0] else [shorter[0], fullest]
 
     # Rows
 
@@ -470,7 +483,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             batches = [row.inputs for row in self._rows if row is not None]
         padded = sum(batch[name].numel() for batch in batches if name in batch)
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-        inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))
+        tells = masks and all(mask.dim() == 2 for mask in masks)  # others say which tokens see each other
+        inputs.note(name, int(sum(mask.sum() for mask in masks)) if tells else padded, padded, len(batches))
 
     def unit(self, part: Part) -> str:
         return "tokens" if self.in_rows else super().unit(part)

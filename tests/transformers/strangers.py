@@ -288,6 +288,25 @@ def collate_targets(samples: list[Features]) -> Features:
     return batch
 
 
+def padding_left(samples: list[Features]) -> Features:
+    """The first token of a sample is a target where padding is before it, and is not where nothing is."""
+    turned = trainers.collate([{key: row[::-1] for key, row in sample.items()} for sample in samples])
+    return {key: value.flip(1) for key, value in turned.items()}
+
+
+def with_prompts() -> list[Features]:
+    data = trainers.make_data(NUM_SAMPLES)
+    return [{**sample, "labels": [IGNORED, *sample["labels"][1:]]} for sample in data]
+
+
+def masking_pairs(samples: list[Features]) -> Features:
+    """A mask that is added to attention: [b, 1, s, s]."""
+    batch = trainers.collate(samples)
+    is_real = batch["attention_mask"].bool()[:, None, None]
+    sees = torch.ones(is_real.shape[-1], is_real.shape[-1], dtype=torch.bool).tril() & is_real
+    return {**batch, "attention_mask": torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)}
+
+
 def class_weights_of_tokens(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     return F.cross_entropy(*shifted(model, inputs), weight=torch.linspace(0.2, 3, trainers.VOCABULARY))
 
@@ -552,6 +571,33 @@ class ScaledStepTrainer(Trainer):  # type: ignore[misc]
         return loss  # type: ignore[no-any-return]
 
 
+class NoisyStepTrainer(Trainer):  # type: ignore[misc]
+    """Adds noise to the gradient after Trainer's step."""
+
+    def training_step(self, model: Any, inputs: Features, *rest: Any) -> torch.Tensor:
+        loss = super().training_step(model, inputs, *rest)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad += 1e-3 * torch.randn_like(parameter)
+        return loss  # type: ignore[no-any-return]
+
+
+class TeacherTrainer(AveragingTrainer):
+    """Keeps weights near an average of those before, which follows in each forward."""
+
+    teacher: list[torch.Tensor] | None = None
+
+    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
+        weights = list(model.parameters())
+        if self.teacher is None:
+            self.teacher = [weight.detach().clone() for weight in weights]
+        for follower, weight in zip(self.teacher, weights, strict=True):
+            follower.lerp_(weight.detach(), 0.01)
+        apart = sum((weight - each).square().sum() for weight, each in zip(weights, self.teacher, strict=True))
+        loss = F.cross_entropy(*shifted(model, inputs)) + 0.1 * apart
+        return (loss, {}) if return_outputs else loss
+
+
 class GroupsTrainer(Trainer):  # type: ignore[misc]
     """Has groups of its own in its optimizer."""
 
@@ -813,12 +859,17 @@ HABITS: Mapping[str, Habit] = {
     "two steps of classes": Habit(making(classes, kind=TwiceTrainer, collator=trainers.collate_classes)),
     "adversarial": Habit(making(classes, kind=AdversarialTrainer, collator=trainers.collate_classes), REFUSED),
     "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
+    "noise in a gradient": Habit(making(kind=NoisyStepTrainer), REFUSED),
+    "a teacher that follows": Habit(making(kind=TeacherTrainer), REFUSED),
     "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes)),
     "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes)),
     "a collator that pops": Habit(making(collator=popping, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))),
     "a collator that pads in place": Habit(
         making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),
+    "padding on the left": Habit(making(collator=padding_left), REFUSED),
+    "padding on the left, before prompts": Habit(making(collator=padding_left, data=with_prompts)),
+    "a mask of four dimensions": Habit(making(collator=masking_pairs)),
     "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
     "data that draw": Habit(making(data=lambda: Drawing(trainers.make_data(NUM_SAMPLES)))),
     "every fifth sample has targets": Habit(making(data=without_targets(5))),
