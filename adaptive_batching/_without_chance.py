@@ -126,7 +126,7 @@ def _mean_of_uniform(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tenso
 
 def _of_normal(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     mean, deviation = (_argument(args, kwargs, at, name, float(at - 1)) for at, name in ((1, "mean"), (2, "std")))
-    return mean + deviation * _standard(drawn)
+    return _standard(drawn).mul(deviation).add(mean)
 
 
 def _standard(like: torch.Tensor) -> torch.Tensor:

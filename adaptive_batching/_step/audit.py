@@ -95,8 +95,8 @@ class Audit:
             raise ConfigError(
                 f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in "
                 f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
-                "computes over the batch or its padding, has a scale or random numbers of its own, or changes the model for the next "
-                f"part; {self._remedy}"
+                "computes over the batch or its padding, has a scale or random numbers of its own, or changes the "
+                f"model for the next part; {self._remedy}"
             )
         return True
 

@@ -294,7 +294,7 @@ def padding_left(samples: list[Features]) -> Features:
     return {key: value.flip(1) for key, value in turned.items()}
 
 
-def with_prompts() -> list[Features]:
+def after_prompts() -> list[Features]:
     data = trainers.make_data(NUM_SAMPLES)
     return [{**sample, "labels": [IGNORED, *sample["labels"][1:]]} for sample in data]
 
@@ -868,7 +868,7 @@ HABITS: Mapping[str, Habit] = {
         making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),
     "padding on the left": Habit(making(collator=padding_left), REFUSED),
-    "padding on the left, before prompts": Habit(making(collator=padding_left, data=with_prompts)),
+    "padding on the left, before prompts": Habit(making(collator=padding_left, data=after_prompts)),
     "a mask of four dimensions": Habit(making(collator=masking_pairs)),
     "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
     "data that draw": Habit(making(data=lambda: Drawing(trainers.make_data(NUM_SAMPLES)))),
