@@ -204,13 +204,19 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if self._may_be_rows:
             self._lay_end_to_end(samples)
         if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self._dependent_module is None:
-            self.runner.compare(*self._unlike(samples))
+            one, other = self._unlike(samples)
+            try:
+                self.runner.compare(one, other)
+            except ConfigError as error:
+                if not _is_padded_first(collated([*one, *other], self.collate)):
+                    raise
+                raise ConfigError(
+                    f"{error}. Padding comes first here, which makes a target of the first token of all but the "
+                    "longest sample: pad on the right (tokenizer.padding_side='right')"
+                ) from error
 
     def _unlike(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-        """Return a longer sample, and the shortest with one that has most targets for its tokens.
-
-        Padded on the left, the first token of such a one becomes a target, which by itself it is not.
-        """
+        """Return a longer sample, and the shortest with one that has most targets for its tokens: also its first."""
 
         def share_of_targets(sample: Sample) -> float:
             return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)
@@ -521,6 +527,11 @@ def _metrics_of(trainer: Any) -> Metrics | None:
     if not hasattr(trainer, "_metrics"):
         return None
     return {key: list(values) for key, values in trainer._metrics["train"].items()}, trainer._total_train_tokens
+
+
+def _is_padded_first(batch: Mapping[str, Any]) -> bool:
+    mask = batch.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask[:, 0].all())
 
 
 def _is_one_row(batch: Mapping[str, Any], num_samples: int) -> bool:

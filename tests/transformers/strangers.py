@@ -867,7 +867,7 @@ HABITS: Mapping[str, Habit] = {
     "a collator that pads in place": Habit(
         making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),
-    "padding on the left": Habit(making(collator=padding_left), REFUSED),
+    "padding on the left": Habit(making(collator=padding_left), "padding_side='right'"),
     "padding on the left, before prompts": Habit(making(collator=padding_left, data=after_prompts)),
     "a mask of four dimensions": Habit(making(collator=masking_pairs)),
     "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
