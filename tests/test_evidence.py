@@ -176,3 +176,18 @@ def test_an_optimizer_within_backward_shows_also_where_it_leaves_no_gradient(rat
     logs.remove()
     parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
     assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4)
+
+
+def test_a_run_that_changes_what_is_trained_and_leaves_its_gradient_is_found_out() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+
+    def start_over() -> None:
+        parameter.data.fill_(1)
+        parameter.grad = None
+
+    def run() -> bool:
+        parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+        parameter.data.clamp_(max=0.5)
+        return True
+
+    assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4)
