@@ -9,7 +9,6 @@ PRIVATE = {
     # A trace: without one, the largest batch is searched by measured steps.
     "torch._C._current_graph_task_id": "tells whether a backward pass runs",
     "torch._functorch.config": "has a fake tensor hand out no pointer",
-    "torch.ops.aten._pin_memory": "is left out of a trace, which has no fake of it",
     "torch._inductor.decomposition.select_decomp_table": "splits a compiled layer as AOTAutograd does",
     "torch._subclasses.fake_tensor.FakeCopyMode": "copies a model without its memory",
     "torch._subclasses.fake_tensor.FakeTensor": "knows what has no memory",

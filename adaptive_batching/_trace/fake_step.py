@@ -34,30 +34,27 @@ from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
-class _WithoutPinning(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Leaves memory as it is where it would be pinned, for which there is no fake implementation."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._pin_memory.default:
-            return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def record(step: TrainingStep, batch: Any, device: torch.device, *, notes_work: bool = False) -> StepRecord:
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
-    with _without_launches():
+    with _with_nothing_that_needs_pointers():
         return _record(step, batch, device, notes_work)
 
 
 @contextlib.contextmanager
-def _without_launches() -> Iterator[None]:
+def _with_nothing_that_needs_pointers() -> Iterator[None]:
     """Keep kernels from being launched on fake tensors, whose pointers are null: on a card, one would end the process.
 
-    Triton's are left out, since what they write to has been allocated before. Whatever else asks a fake tensor for its
-    pointer fails, which ends the trace.
+    Triton's are left out, since what they write to has been allocated before. Memory is not pinned, of which there is
+    no fake. Whatever else asks a fake tensor for its pointer fails, which ends the trace.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=False))
+        pin = torch.Tensor.pin_memory
+
+        def pin_if_real(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+            return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args)
+
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin_if_real))
         if (jit := sys.modules.get("triton.runtime.jit")) is not None:
             of_grid = jit.KernelInterface.__getitem__
 
@@ -75,7 +72,7 @@ def _without_launches() -> Iterator[None]:
 
 
 def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bool) -> StepRecord:
-    fake = _WithoutPinning(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.
     # They, their gradients and the optimizer states may be on the host.

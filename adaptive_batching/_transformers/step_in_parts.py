@@ -204,27 +204,24 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if self._may_be_rows:
             self._lay_end_to_end(samples)
         if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self._dependent_module is None:
-            one, other = self._unlike(samples)
+            by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
+            shorter, longer = by_length[: len(samples) // 2], by_length[len(samples) // 2 :]
+            one, other = longer[:1], shorter[:1]
+            pads_first = _is_padded_first(collated([*one, *other], self.collate))
+            if pads_first:  # the first of its tokens may be a target: its prompt, if it has one, is not
+                other.append(max(shorter, key=self._share_of_targets))
             try:
                 self.runner.compare(one, other)
             except ConfigError as error:
-                if not _is_padded_first(collated([*one, *other], self.collate)):
+                if not pads_first:
                     raise
                 raise ConfigError(
                     f"{error}. Padding comes first here, which makes a target of the first token of all but the "
                     "longest sample: pad on the right (tokenizer.padding_side='right')"
                 ) from error
 
-    def _unlike(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-        """Return a longer sample, and the shortest with one that has most targets for its tokens: also its first."""
-
-        def share_of_targets(sample: Sample) -> float:
-            return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)
-
-        by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
-        shorter, longer = by_length[: len(samples) // 2], by_length[len(samples) // 2 :]
-        fullest = max(shorter, key=share_of_targets)
-        return longer[:1], shorter[:1] if fullest is shorter[0] else [shorter[0], fullest]
+    def _share_of_targets(self, sample: Sample) -> float:
+        return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)
 
     # Rows
 
