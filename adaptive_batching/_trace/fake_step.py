@@ -49,12 +49,7 @@ def _with_nothing_that_needs_pointers() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=False))
-        pin = torch.Tensor.pin_memory
-
-        def pin_if_real(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-            return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args)
-
-        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin_if_real))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor))
         if (jit := sys.modules.get("triton.runtime.jit")) is not None:
             of_grid = jit.KernelInterface.__getitem__
 
