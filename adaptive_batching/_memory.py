@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from adaptive_batching._caching_allocator import (
     num_freed_bytes,
     settings_in_environment,
 )
-from adaptive_batching._unused_memory import release_cached_memory
+from adaptive_batching._unused_memory import process_limits, release_cached_memory
 
 # As docs/will-it-fit.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
@@ -39,7 +38,6 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
             raise NotImplementedError(
                 f"device='cpu': peak memory can be measured on Linux only, not on {sys.platform}; {_WITHOUT_A_METER}"
             )
-        keep_little_on_the_host()
         return CpuMeter()
     module = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("max_memory_reserved", "reset_peak_memory_stats", "empty_cache")):
@@ -141,23 +139,6 @@ class MemoryMeter:
         return float(fraction(self.device))
 
 
-def keep_little_on_the_host() -> None:
-    """Make host libraries return freed memory if this process's memory is limited, at the price of speed.
-
-    glibc keeps freed memory and fragments it: after the first failed allocation, little fits any more. oneDNN, which
-    computes in bfloat16, caches code and memory for up to 1,024 shapes, so that many sizes or lengths would fill any
-    limit; it reads its setting on first use.
-    """
-    if not _process_limits():
-        return
-    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(variable, "1")
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in ((-3, 2**16), (-1, 2**16), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
-            mallopt(parameter, value)
-
-
 class CpuMeter(MemoryMeter):
     """Memory of this process on Linux, under its tightest limit: rlimit, cgroup or the machine's memory.
 
@@ -170,13 +151,13 @@ class CpuMeter(MemoryMeter):
 
     def __init__(self) -> None:
         self.device, self._api = torch.device("cpu"), torch.cpu
-        self.is_predictable = bool(_process_limits())  # see keep_little_on_the_host
-        self._counts_data = any(name == "VmData" for name, _ in _process_limits())
+        self.is_predictable = bool(process_limits())  # while little is kept: see release_cached_memory
+        self._counts_data = any(name == "VmData" for name, _ in process_limits())
         self._file_pages = self._virtual_peak = self._at_reset = 0
 
     @property
     def total_bytes(self) -> int:
-        limits = [*(limit for _, limit in _process_limits()), *(limit for limit, _ in _cgroup_limits())]
+        limits = [*(limit for _, limit in process_limits()), *(limit for limit, _ in _cgroup_limits())]
         return min([_status("MemTotal", "/proc/meminfo"), *limits])
 
     def used_bytes(self) -> int:
@@ -188,7 +169,7 @@ class CpuMeter(MemoryMeter):
         # All processes of a launch share the host; torchrun sets their number.
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         shared = min(_status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // processes
-        return max(min([shared, *(limit - _status(counted) for counted, limit in _process_limits())]), 0)
+        return max(min([shared, *(limit - _status(counted) for counted, limit in process_limits())]), 0)
 
     def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS (Linux, proc_pid_clear_refs(5))
@@ -264,17 +245,6 @@ def _status(key: str, path: str = "/proc/self/status") -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(f"{path} has no {key}")
-
-
-def _process_limits() -> list[tuple[str, int]]:
-    """Return (what it counts, bytes) for each resource limit set on this process's memory; none outside Linux."""
-    if sys.platform != "linux":
-        return []
-    import resource
-
-    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-    limited = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
-    return [(counted, limit) for counted, limit in limited if limit >= 0]  # -1: unlimited
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

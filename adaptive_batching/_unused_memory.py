@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -29,11 +31,13 @@ def little_to_collect() -> Iterator[None]:
 def release_cached_memory(device: torch.device) -> None:
     """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host.
 
-    Whatever cleans up after a failed forward or backward calls this, and so lets go of what autograd has kept of it.
+    Whatever cleans up after a failed forward or backward calls this, and so lets go of what autograd has kept of it. On
+    the host, little is kept from then on: see :func:`keep_little_on_the_host`.
     """
     forget_failed_backward(device)
     gc.collect()
     if device.type == "cpu":
+        keep_little_on_the_host()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc keeps it otherwise
         return
@@ -49,3 +53,43 @@ def release_workspaces(device: torch.device) -> None:
     release = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if device.type == "cuda" and release is not None:
         release()
+
+
+def keep_little_on_the_host() -> None:
+    """Make host libraries return freed memory if this process's memory is limited, at the price of speed.
+
+    glibc keeps freed memory and fragments it: after the first failed allocation, little fits any more. oneDNN, which
+    computes in bfloat16, caches code and memory for up to 1,024 shapes, so that many sizes or lengths would fill any
+    limit; it reads its setting on first use.
+    """
+    if process_limits():
+        for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(variable, "1")
+        _tell_glibc(mmap_threshold=2**16, trim_threshold=2**16)
+
+
+def keep_freed_memory_on_the_host() -> None:
+    """Let glibc keep freed memory again, as much as it does by itself: for steps that take far less than the limit.
+
+    Pages that are returned have to be cleared when they are asked for again, which took as long as computing.
+    """
+    if process_limits():
+        _tell_glibc(mmap_threshold=2**25, trim_threshold=2**26)  # up to which it adapts them
+
+
+def _tell_glibc(*, mmap_threshold: int, trim_threshold: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((-3, mmap_threshold), (-1, trim_threshold), (-8, 1)):  # the last is M_ARENA_MAX
+            mallopt(parameter, value)
+
+
+def process_limits() -> list[tuple[str, int]]:
+    """Return (what it counts, bytes) for each resource limit set on this process's memory; none outside Linux."""
+    if sys.platform != "linux":
+        return []
+    import resource
+
+    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
+    limited = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
+    return [(counted, limit) for counted, limit in limited if limit >= 0]  # -1: unlimited

@@ -19,9 +19,13 @@ from adaptive_batching._caching_allocator import (
     cuda_segments,
     workspace_bytes,
 )
-from adaptive_batching._memory import CpuMeter, MemoryMeter, _status, keep_little_on_the_host, memory_meter
+from adaptive_batching._memory import CpuMeter, MemoryMeter, _status, memory_meter
 from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
-from adaptive_batching._unused_memory import release_cached_memory
+from adaptive_batching._unused_memory import (
+    keep_freed_memory_on_the_host,
+    keep_little_on_the_host,
+    release_cached_memory,
+)
 
 MIB = 2**20
 MAP_NORESERVE = 0x4000  # of Linux, which Python 3.11 has no name for
@@ -273,13 +277,19 @@ def test_libraries_are_told_to_keep_little_where_the_process_has_a_limit(
 ) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=lambda *given: told.append(given)))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=lambda *given: told.append(given), malloc_trim=int)
+    )
     keep_little_on_the_host()
     assert not told and "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in os.environ
     request.getfixturevalue("limited")
     keep_little_on_the_host()
     assert told and os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1"
     assert CpuMeter().is_predictable
+    little = told[:]
+    keep_freed_memory_on_the_host()
+    release_cached_memory(torch.device("cpu"))
+    assert told[: len(little)] == told[-len(little) :] == little != told[len(little) : 2 * len(little)]
 
 
 FIXED, EXPANDABLE = Segments.FIXED, Segments.EXPANDABLE

@@ -40,7 +40,7 @@ from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep, TraceError
 from adaptive_batching._trace.training import Run, TrainingStep
-from adaptive_batching._unused_memory import little_to_collect
+from adaptive_batching._unused_memory import keep_freed_memory_on_the_host, little_to_collect
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,8 @@ class _Search:
             if self.sizes is not None or not is_out_of_memory(error):
                 raise
             ranks.all(False)
+        if self.settled is not None and meter.device.type == "cpu":  # what runs takes far less than the limit
+            keep_freed_memory_on_the_host()
 
     def _agree_on_budget(self) -> None:
         trial = self._trial

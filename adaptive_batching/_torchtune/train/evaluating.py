@@ -17,14 +17,14 @@ from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.auto_batcher import AutoBatcher
-from adaptive_batching._memory import keep_little_on_the_host, memory_meter
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, within_memory_limit
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizing import ProbeRequest, within
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
 from adaptive_batching._trace.training import TrainingStep
-from adaptive_batching._unused_memory import little_to_collect, release_cached_memory
+from adaptive_batching._unused_memory import keep_little_on_the_host, little_to_collect, release_cached_memory
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
