@@ -151,7 +151,7 @@ class CpuMeter(MemoryMeter):
 
     def __init__(self) -> None:
         self.device, self._api = torch.device("cpu"), torch.cpu
-        self.is_predictable = bool(process_limits())  # while little is kept: see release_cached_memory
+        self.is_predictable = bool(process_limits())  # see keep_little_on_the_host
         self._counts_data = any(name == "VmData" for name, _ in process_limits())
         self._file_pages = self._virtual_peak = self._at_reset = 0
 

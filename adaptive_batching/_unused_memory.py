@@ -13,6 +13,8 @@ import torch
 
 from adaptive_batching._out_of_memory import forget_failed_backward
 
+_keeps_freed_memory = False  # on the host, again, after it had been told to keep little
+
 
 @contextlib.contextmanager
 def little_to_collect() -> Iterator[None]:
@@ -31,13 +33,14 @@ def little_to_collect() -> Iterator[None]:
 def release_cached_memory(device: torch.device) -> None:
     """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host.
 
-    Whatever cleans up after a failed forward or backward calls this, and so lets go of what autograd has kept of it. On
-    the host, little is kept from then on: see :func:`keep_little_on_the_host`.
+    Whatever cleans up after a failed forward or backward calls this, and so lets go of what autograd has kept of it. If
+    the host was to keep freed memory again, it keeps little from then on.
     """
     forget_failed_backward(device)
     gc.collect()
     if device.type == "cpu":
-        keep_little_on_the_host()
+        if _keeps_freed_memory:
+            keep_little_on_the_host()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc keeps it otherwise
         return
@@ -62,10 +65,12 @@ def keep_little_on_the_host() -> None:
     computes in bfloat16, caches code and memory for up to 1,024 shapes, so that many sizes or lengths would fill any
     limit; it reads its setting on first use.
     """
+    global _keeps_freed_memory
     if process_limits():
         for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(variable, "1")
         _tell_glibc(mmap_threshold=2**16, trim_threshold=2**16)
+        _keeps_freed_memory = False
 
 
 def keep_freed_memory_on_the_host() -> None:
@@ -73,8 +78,10 @@ def keep_freed_memory_on_the_host() -> None:
 
     Pages that are returned have to be cleared when they are asked for again, which took as long as computing.
     """
+    global _keeps_freed_memory
     if process_limits():
         _tell_glibc(mmap_threshold=2**25, trim_threshold=2**26)  # up to which it adapts them
+        _keeps_freed_memory = True
 
 
 def _tell_glibc(*, mmap_threshold: int, trim_threshold: int) -> None:

@@ -30,6 +30,7 @@ from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._snapshot import Snapshot, without_hooks
 from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._trace.training import TrainingStep, has_states, trainable
+from adaptive_batching._unused_memory import keep_little_on_the_host
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_size
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Trial:
             stepped = [one for one in self._step.optimizers if self._step.updates or not has_states(one)]
             stack.enter_context(unchanged(self._step.model, stepped, self._scratch, self._step.owners))
             self._meter.release()
+            if self._meter.device.type == "cpu":
+                keep_little_on_the_host()
             with self._limited():
                 self._make_optimizer_states()
             self._stack = stack.pop_all()
