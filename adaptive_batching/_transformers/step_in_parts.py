@@ -208,7 +208,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             shorter, longer = by_length[: len(samples) // 2], by_length[len(samples) // 2 :]
             one, other = longer[:1], shorter[:1]
             pads_first = _is_padded_first(collated([*one, *other], self.collate))
-            if pads_first:  # the first of its tokens may be a target: its prompt, if it has one, is not
+            if pads_first:  # padding then makes its first token a target, unless that is of a prompt
                 other.append(max(shorter, key=self._share_of_targets))
             try:
                 self.runner.compare(one, other)

@@ -7,6 +7,8 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from torch import nn
 from adaptive_batching import _snapshot
 from adaptive_batching._caching_allocator import Segments
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe import find as find_module
+from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult
@@ -280,3 +284,21 @@ def test_a_size_at_which_the_allocator_starts_over_is_not_taken() -> None:
     found = find(device, upper=4096)
     assert max(found.budget_bytes, found.peak_bytes) <= 6 * GIB, "what is left once libraries are loaded"
     assert device.errors <= 1
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_the_host_keeps_freed_memory_again_where_forwards_are_far_from_the_limit(
+    stops_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(trial_module, "keep_little_on_the_host", lambda: told.append("little"))
+    monkeypatch.setattr(find_module, "keep_freed_memory_on_the_host", lambda: told.append("as usual"))
+    model = nn.Linear(2, 1)
+
+    def bind(model: Any, optimizers: Any) -> Any:
+        return lambda batch: model(batch).sum().backward()
+
+    step = TrainingStep(model, [torch.optim.SGD(model.parameters())], lambda size: torch.ones(size, 2), bind)
+    times: Any = SimpleNamespace(enough=lambda: 2, is_worth=lambda small, large: True) if stops_early else None
+    find_largest(step, EXACT, memory_meter("cpu"), ProbeRequest(4, may_stop_early=True), times=times)
+    assert told == (["little", "as usual"] if stops_early else ["little"])
