@@ -27,7 +27,7 @@ Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 Mean = Callable[[nn.Module, Any], torch.Tensor]
 """(model, batch) -> the mean of the batch's losses."""
 
-_PLAIN = (int, float, str, bytes, type(None))
+_PLAIN = {int, float, str, bytes, bool, type(None)}
 
 
 class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
@@ -103,7 +103,7 @@ def copied(value: Any) -> Any:
             result[key] = copied(value[key])
         return result
     if isinstance(value, (list, collections.deque)):
-        if all(isinstance(entry, _PLAIN) for entry in value):  # tokens, as a rule
+        if _PLAIN.issuperset(map(type, value)):  # tokens, as a rule
             return copy.copy(value)
         return type(value)(map(copied, value))
     if isinstance(value, tuple):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaptive_batching import _without_chance
 from adaptive_batching._dry_run.history import (
     BACKWARD,
     BUCKETS,
@@ -88,6 +89,7 @@ def test_a_history_ends_where_an_allocation_failed() -> None:
     [
         ([], "backward pass", None),
         ([LINEAR, SCRIPT], "train.py:7 main", "train.py:7 main"),
+        ([LINEAR, frame(str(_without_chance.__file__)), SCRIPT], "train.py:7 main", "train.py:7 main"),
         (
             [LINEAR, frame(str(Path(TORCH).parent / "somewhere" / "model.py"), 3), SCRIPT],
             "somewhere/model.py:3 f",
