@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,10 +21,10 @@ from adaptive_batching._ranks import fsdp
 plan: dict[str, Any] = {}
 
 
-def run_out(error: str = "can't allocate memory") -> None:
+def run_out() -> None:
     plan["times"] -= 1
     plan["now"] = False
-    raise RuntimeError(f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: {error}")
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
 
 def arm(layer: nn.Module) -> None:
@@ -64,27 +64,19 @@ def lora_model(**arguments: Any) -> nn.Module:
     return full_model(lora_llama2, **arguments)
 
 
-class WholeCrossEntropy(nn.CrossEntropyLoss):
-    """The loss without chunks."""
-
-    def __init__(self, **ignored: Any) -> None:
-        super().__init__(ignore_index=-100)
+shapes_of_forwards: list[tuple[int, int]] = []
+"""Rows and columns of the tokens of every training forward of a :func:`counting_model`"""
 
 
-class CountingModel:
-    """Notes the shape of every forward's tokens."""
-
-    shapes: ClassVar[list[tuple[int, int]]] = []
-
-    def __new__(cls, **arguments: Any) -> nn.Module:  # type: ignore[misc]
-        model = llama2(**arguments)
-        model.register_forward_pre_hook(lambda module, args, kwargs: cls.note(kwargs["tokens"]), with_kwargs=True)
-        return model
-
-    @classmethod
-    def note(cls, tokens: torch.Tensor) -> None:
+def counting_model(**arguments: Any) -> nn.Module:
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tokens = kwargs["tokens"]
         if torch.is_grad_enabled() and not isinstance(tokens, FakeTensor) and not _snapshot.rehearsing:
-            cls.shapes.append((tokens.shape[0], tokens.shape[1]))
+            shapes_of_forwards.append((tokens.shape[0], tokens.shape[1]))
+
+    model = llama2(**arguments)
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return model
 
 
 def disarm() -> None:

@@ -4,7 +4,7 @@
 
 Each runs in a fork of this process, which has imported what they need, and prints to ``<name>.txt`` in the folder.
 With ``only_probes`` it then probes, runs eight steps of worst-case samples at the answer, and one step of as many more
-as what is left free would hold, and two. Else it trains, with ``through_memory_limit`` under the limit of our field.
+as what is left free would hold, and two. Else it trains, under the limit of our field.
 """
 
 import dataclasses
@@ -36,20 +36,12 @@ MIB = 2**20
 find = Probe.find
 
 
-def limit_growth(extra_mib: int) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
-
-
-def unlimit() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
-
-
 def limited_probe(probe: Probe, extra_mib: int) -> Any:
     """In place of the recipe's: sets the limit just before it."""
     host = probe.host
     CpuMeter().release()
     state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
-    limit_growth(extra_mib)
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
     found: StoredProbe = find(probe)
     result = found.result
     after = _status("RssAnon")
@@ -69,7 +61,7 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
         if not is_out_of_memory(error):
             raise
         larger_fails = True
-    unlimit()
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
     seen = {"larger_fails": larger_fails, "unchanged": unchanged, "left_bytes": after - before}
     print("OUTCOME " + json.dumps({**seen, **result.to_dict()}), flush=True)
     raise SystemExit(0)
@@ -84,20 +76,16 @@ def snapshot(host: Host) -> list[torch.Tensor]:
 class Limited(FullFinetuneRecipeSingleDevice):
     def setup(self, cfg: DictConfig) -> None:
         self._extra_mib = cfg.extra_mib
-        self._through_memory_limit = cfg.get("through_memory_limit", False)
         super().setup(cfg)
 
     def train(self) -> None:
         meter = CpuMeter()
         meter.release()
-        if self._through_memory_limit:
+        if self._extra_mib > 0:
             limit = MemoryAmount(num_bytes=meter.used_bytes() + self._extra_mib * MIB)
             self._session.settings = dataclasses.replace(self._session.settings, memory_limit=limit)
-        elif self._extra_mib > 0:
-            limit_growth(self._extra_mib)
         super().train()
         print(f"LIMIT AFTER {resource.getrlimit(resource.RLIMIT_DATA)[0]}")
-        unlimit()
 
 
 @config.parse

@@ -6,7 +6,6 @@ reset after a broken-off iteration, on the device's streams, and the calls that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,23 +14,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torchtune.models.llama2 import llama2
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
 from adaptive_batching._unused_memory import release_cached_memory
+from tests.integration.faults import disarm, full_model, plan
 from tests.support.toy_work import run_parts
 
-SIZES = dict(vocab_size=64, num_layers=4, num_heads=2, num_kv_heads=2, embed_dim=32, max_seq_len=16)
+SIZES: dict[str, Any] = dict(vocab_size=64, num_layers=4, num_heads=2, num_kv_heads=2, embed_dim=32, max_seq_len=16)
 
 
-def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]] | None) -> list[torch.Tensor]:
-    """Weights after four steps of two micro-batches each; ``breaks`` arms a model and gives what disarms it."""
+def train(device: torch.device, where: str = "forward", layer: int = 0, call: int = 0) -> list[torch.Tensor]:
+    """Weights after four steps of two micro-batches each; in the second the ``call``-th one fails, if there is one."""
     torch.manual_seed(0)
-    model = llama2(**SIZES).to(device)
+    disarm()
+    plan.update(where=where, layer=layer)
+    model: Any = full_model(**SIZES).to(device)
     mesh = init_device_mesh(device.type, (1,))  # without one, FSDP2 takes a GPU where there is one
-    for layer in [*model.layers, model.tok_embeddings, model.output]:
-        fully_shard(layer, mesh=mesh)
+    for unit in [*model.layers, model.tok_embeddings, model.output]:
+        fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     collectives = MicroBatchCollectives([model])
@@ -52,42 +53,26 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
     assert run(tokens[0][:1])  # to be recorded
     discard()
     for number, batches in enumerate(tokens):
-        disarm = breaks(model) if breaks is not None and number == 1 else None
-        if disarm is not None:
+        if number == 1 and call > 0:
+            plan.update(call=plan["calls"] + call, times=1)
             assert not run(batches)
-            disarm()
         assert run(batches)
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
 
 
-def arm(layer: int, call: int, in_backward: bool, model: Any) -> Callable[[], None]:
-    """Have the ``call``-th forward of a layer fail, or its backward; return what disarms it."""
-    left = [call]
-
-    def run_out(gradient: object = None) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise torch.OutOfMemoryError("injected")
-
-    def after_forward(module: nn.Module, args: object, output: torch.Tensor) -> None:
-        output.register_hook(run_out) if in_backward else run_out()
-
-    return model.layers[layer].register_forward_hook(after_forward).remove  # type: ignore[no-any-return]
-
-
 def differences_on(name: str) -> dict[str, float]:
     """Return the largest difference of any weight to undisturbed training, for each injected error."""
     device = torch.device(name)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    undisturbed = train(device, None)
+    undisturbed = train(device)
     differences = {}
-    for in_backward in (False, True):
+    for where in ("forward", "backward"):
         for layer, call in [(0, 1), (1, 2), (3, 2)]:
-            weights = train(device, partial(arm, layer, call, in_backward))
+            weights = train(device, where, layer, call)
             worst = max(float((a - b).abs().max()) for a, b in zip(weights, undisturbed, strict=True))
-            differences[f"in {'backward' if in_backward else 'forward'}, layer {layer}, micro-batch {call}"] = worst
+            differences[f"in {where}, layer {layer}, micro-batch {call}"] = worst
     whole, part = torch.ones(8, device=device), torch.ones(8, device=device)
     group = dist.group.WORLD
     collectives = [

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._torchtune.stock.host import Host
@@ -21,23 +20,17 @@ NOISE = [
 ]  # fmt: skip
 
 
-class OneTarget(Dataset[dict[str, Any]]):
+class OneTarget(list[dict[str, Any]]):
     """Random tokens with targets of which some are far more frequent, so that their mean gradient is no noise."""
 
     def __init__(self, tokenizer: Any = None, samples: int = 600, **ignored: Any) -> None:
+        super().__init__()
         chance = random.Random(0)
-        self._samples = []
         for _ in range(samples):
             tokens = [min(int(chance.expovariate(0.2)), 699) for _ in range(chance.randint(6, 20))]
             labels = [-100] * len(tokens)
             labels[chance.randrange(1, len(tokens))] = int(chance.expovariate(1))
-            self._samples.append({"tokens": tokens, "labels": labels, "mask": [False] * len(tokens)})
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self._samples[index])
+            self.append({"tokens": tokens, "labels": labels, "mask": [False] * len(tokens)})
 
 
 def truth(host: Host) -> tuple[float, float]:

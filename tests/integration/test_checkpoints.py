@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +16,7 @@ from torchtune.training.checkpointing import _checkpointer
 
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests import conftest
-from tests.conftest import ROOT, Run, TuneRun, assert_same_weights
+from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events, without_sizes
@@ -32,13 +28,11 @@ GROW = [
     "dataset.split=train[:100]", "save_every_n_steps=4",
 ]  # fmt: skip
 NOISE = ["adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt"]
-DROPOUT = ["model.lora_dropout=0.1"]
+SHRINKS = ["batch_increase_function.shrinks=True", "model.lora_dropout=0.1"]
 PACKED = ["dataset.packed=True", "gradient_accumulation_steps=2", "micro_batch_size=1", "batch_size=2"]
 RUNS = {
     "full": ("full", [*GROW, *NOISE]),
-    "lora, which shrinks after the cut": ("lora", [*GROW, *NOISE, *DROPOUT, "batch_increase_function.shrinks=True"]),
-    "lora_dpo": ("lora_dpo", [*GROW, *DROPOUT]),
-    "kd": ("kd", [*GROW, *DROPOUT]),
+    "lora, which shrinks after the cut": ("lora", [*GROW, *NOISE, *SHRINKS]),
     "packs that are split and gathered": ("full", [*GROW, *PACKED, "save_every_n_steps=2"]),
 }
 
@@ -63,7 +57,7 @@ def folders(run: Run) -> list[str]:
     return [path.name + ("*" if (path / "recipe_state.pt").exists() else "") for path in found]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "kd")) for case in RUNS])
+@pytest.mark.parametrize("case", RUNS)
 def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:
@@ -105,20 +99,22 @@ def test_saving_adapters_alone_leaves_distillation_alone(tune_run: TuneRun) -> N
 
 
 def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
-    tune_run: TuneRun, tmp_path: Path, seen: list[list[int | None]]
+    tune_run: TuneRun, tmp_path: Path, seen: list[list[int | None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     tune_run("full", *GROW, name="whole", cut_off_at=1.5).copy_when_cut_off(tmp_path / "out")
     first = [index for batch in seen[19:20] for index in batch]
     seen.clear()
     with pytest.raises(SystemExit, match=r"^error: epochs=1 leaves nothing to train: .* 1. Set epochs to at least 2"):
         tune_run("full", *GROW, RESUME, "epochs=1")
-    resumed = tune_run("full", *GROW, RESUME, "batch_size=10")
-    assert [s["batch_size"] for s in resumed.metrics][-8:] == [10] * 8
+    caplog.set_level("INFO", "adaptive_batching")
+    resumed = tune_run("full", *GROW, RESUME, "batch_size=5")
+    assert "batch_size=5 was 4 in the run being resumed" in caplog.text
+    assert [s["batch_size"] for s in resumed.metrics][-11:] == [5] * 7 + [10] * 4
     assert resumed.metrics[-1]["lr"] == 0.0
-    [change] = events(resumed, "change")[-1:]
-    assert (change["step"], change["epoch"], change["batch_size"]) == (20, 1.16, 10), "not the size of the steps before"
+    changes = [(change["step"], change["epoch"], change["batch_size"]) for change in events(resumed, "change")]
+    assert changes[-2:] == [(20, 1.16, 5), (27, 1.5, 10)], "not from the size of the steps before"
     rest = [index for batch in seen for index in batch]
-    assert len({*first, *rest}) == len(first) + len(rest) == 96
+    assert len({*first, *rest}) == len(first) + len(rest) == 16 + 75
 
 
 def test_a_checkpoint_without_state_is_refused(tune_run: TuneRun, baseline: TuneRun) -> None:
@@ -201,6 +197,11 @@ FULL = {  # fields, the checkpoint that the disk has no room for, the one before
 }
 
 
+def file_of(what: str) -> tuple[Any, str]:
+    """The function that writes the weights, or the state, of a checkpoint: its owner and its name."""
+    return (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+
+
 @pytest.mark.parametrize("what", ["weights", "state"])
 @pytest.mark.parametrize("case", FULL)
 def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
@@ -208,7 +209,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
 ) -> None:
     fields, gone, kept, last = FULL[case]
     whole = baseline("full", *fields)
-    target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+    target, name = file_of(what)
     full = full_disk_from(2, getattr(target, name))
     with mock.patch.object(target, name, full), pytest.raises(SystemExit) as error:
         tune_run("full", *fields)
@@ -229,84 +230,29 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
     assert [path.name for path in output_dir.glob("*/*.*") if "state" in path.name] == ["recipe_state.pt"]
 
 
-KILLED_WITHIN_THE_STATE = """
-import os, signal, sys, torch
-from torchtune._cli.tune import main
-
-save, calls = torch.save, 0
-
-def killed(values, path, **options):
-    global calls
-    calls += 1
-    if calls == 2:
-        open(path, "wb").write(bytes(1000))
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(values, path, **options)
-
-torch.save = killed
-main()
-"""
-
-
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
-    tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
+@pytest.mark.parametrize(("what", "error"), [("weights", KeyboardInterrupt), ("state", RuntimeError)])
+@pytest.mark.parametrize("case", FULL)
+def test_a_run_that_ends_while_it_saves_goes_on_from_the_checkpoint_before(
+    what: str, error: type[BaseException], case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:
-    def in_another_process(*arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED_WITHIN_THE_STATE, *arguments], cwd=ROOT, check=False, capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
-        )  # fmt: skip
-        assert done.returncode == -9, done.stderr
-
-    whole = baseline("full", *RUNS["full"][1], cut_off_at=1.5)
-    with mock.patch.object(conftest, "_main", in_another_process):
-        tune_run("full", *RUNS["full"][1])
-    assert (tmp_path / "out" / "unfinished_checkpoint" / "epoch_-1").exists()
-    assert folders(Run(tmp_path / "out")) == ["step_4*"]
-    resumed = tune_run("full", *RUNS["full"][1], RESUME)
-    assert resumed.by_step == whole.by_step
-    assert_same_weights(resumed.weights_in("step_25"), whole.weights_in("step_25"))
-    assert not (tmp_path / "out" / "unfinished_checkpoint").exists()
-
-
-@pytest.mark.parametrize("what", ["weights", "state"])
-def test_a_run_that_was_killed_while_saving_an_epoch_goes_on_from_the_one_before(
-    what: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
-) -> None:
-    whole = baseline("full", "epochs=3")
-    target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+    """It is killed, which leaves no time to clear, or another rank has died."""
+    fields, gone, kept, last = FULL[case]
+    whole, output_dir = baseline("full", *fields), tmp_path / "out"
+    target, name = file_of(what)
     save, calls = getattr(target, name), itertools.count(1)
 
-    def killed(values: Any, path: Any, **options: Any) -> None:
+    def ends(values: Any, path: Any, **options: Any) -> None:
         if next(calls) == 1:
             return save(values, path, **options)
         Path(path).write_bytes(bytes(1000))
-        raise KeyboardInterrupt
+        raise error("connection closed by peer")
 
-    with mock.patch.object(target, name, killed), pytest.raises(KeyboardInterrupt):
-        tune_run("full", "epochs=3")
-    assert (tmp_path / "out" / "unfinished_checkpoint").exists(), "a kill leaves no time to clear"
-    resumed = tune_run("full", "epochs=3", RESUME, WEIGHTS_OF.format("epoch_0"))
-    assert_same_weights(resumed.weights(2), whole.weights(2))
-
-
-def test_another_error_while_saving_leaves_the_checkpoint_before(
-    tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where another rank has died when all ranks meet after saving."""
-    save = _checkpointer.FullModelHFCheckpointer.save_checkpoint
-
-    def fails_after(self: Any, state: Any, epoch: int, **options: Any) -> None:
-        save(self, state, epoch=epoch, **options)
-        if epoch == 1:
-            raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(_checkpointer.FullModelHFCheckpointer, "save_checkpoint", fails_after)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        tune_run("full", "epochs=3")
-    assert list((tmp_path / "out" / "epoch_0").glob("model-*")) and not (tmp_path / "out" / "epoch_1").exists()
-    state = torch.load(tmp_path / "out" / "recipe_state" / "recipe_state.pt", weights_only=True)
-    assert state["epochs_run"] == 1
+    with mock.patch.object(target, name, ends), pytest.raises(error, match="closed by peer"):
+        tune_run("full", *fields)
+    assert (output_dir / "unfinished_checkpoint").exists() and not (output_dir / gone).exists()
+    resumed = tune_run("full", *fields, RESUME, *([WEIGHTS_OF.format(kept)] if case != "steps" else []))
+    assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
+    assert not (output_dir / "unfinished_checkpoint").exists()
 
 
 def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) -> None:

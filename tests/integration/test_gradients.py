@@ -1,4 +1,4 @@
-"""The gradient of a batch is the same however it is split: random batches, within a real recipe."""
+"""The gradient of a batch is the same however it is split, within real recipes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
+from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
-from adaptive_batching._torchtune.train.training_run import TrainingRun
-from adaptive_batching._values import ByLength, Explore, parse_micro_batch_size
+from adaptive_batching._values import ByLength, Explore, Fixed, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
+from tests.support.overrides import WIDE
 
 IGNORED = -100
+CHUNKS = "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+CHECKPOINTED, NO_DROPOUT = "enable_activation_checkpointing=True", "model.lora_dropout=0.0"
 
 
 @st.composite
@@ -43,58 +46,90 @@ def gradient(host: Host, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor,
     return flat, sum(float(each.loss) for each in outcome.results), sum(int(each.tokens) for each in outcome.results)
 
 
-@pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+def assert_same_gradient(
+    host: Host, found: list[MicroBatch], expected: list[MicroBatch], rel: float
+) -> tuple[int, int]:
+    """Return the numbers that each is divided by."""
+    (ours, loss, count), (theirs, expected_loss, expected_count) = gradient(host, found), gradient(host, expected)
+    assert float((ours - theirs).norm()) <= rel * float(theirs.norm())
+    assert loss == pytest.approx(expected_loss, rel=rel)
+    return count, expected_count
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("full", CHUNKS), ("lora", "loss._component_=torch.nn.CrossEntropyLoss")])
 def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
     kind: str, loss: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
 
-    class Compared:
-        """In place of the training loop."""
+    def compare_with_whole_batches(loop: TrainingLoop) -> None:
+        host = loop._host
 
-        def __init__(self, training: TrainingRun, *arguments: Any, **named: Any) -> None:
-            self.host = training.host
+        @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(
+            batch=batches,
+            micro_batch_size=st.sampled_from([None, 1, 2, 3, "auto"]),
+            tokens=st.integers(1, 200),
+            limit=st.none() | st.integers(1, 200),
+            min_parts=st.integers(1, 4),
+            in_order=st.booleans(),
+            apart=st.integers(0, 8),
+            more=st.lists(batches, max_size=2),
+        )
+        def compare(
+            batch: Any, micro_batch_size: Any, tokens: int, limit: Any, min_parts: int, in_order: bool, apart: int,
+            more: list[Any],
+        ) -> None:  # fmt: skip
+            window = [batch, *(more if micro_batch_size == "auto" else [])]
+            size = parse_micro_batch_size(micro_batch_size)
+            assert not isinstance(size, Explore)
+            split_policy = SplitPolicy(size, tokens if isinstance(size, ByLength) else None)
+            split_policy.limit.max_tokens = limit
+            splitter = Splitter(host, split_policy)
+            if 0 < apart < len(batch):
+                split = [micro_batch for group in splitter.split_apart(window, apart) for micro_batch in group]
+            elif len(window) > 1:
+                split = splitter.split_together(window)
+            else:
+                split = splitter.split(batch, min_parts, in_order=in_order)
+            count, expected = assert_same_gradient(host, split, [MicroBatch(each, 1) for each in window], rel=1e-5)
+            assert count == expected
+            tried.append(len(split))
 
-        def run(self) -> None:
-            host = self.host
+        compare()
 
-            @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-            @given(
-                batch=batches,
-                micro_batch_size=st.sampled_from([None, 1, 2, 3, "auto"]),
-                tokens=st.integers(1, 200),
-                limit=st.none() | st.integers(1, 200),
-                min_parts=st.integers(1, 4),
-                in_order=st.booleans(),
-                apart=st.integers(0, 8),
-                more=st.lists(batches, max_size=2),
-            )
-            def compare(
-                batch: Any, micro_batch_size: Any, tokens: int, limit: Any, min_parts: int, in_order: bool, apart: int,
-                more: list[Any],
-            ) -> None:  # fmt: skip
-                window = [batch, *(more if micro_batch_size == "auto" else [])]
-                size = parse_micro_batch_size(micro_batch_size)
-                assert not isinstance(size, Explore)
-                split_policy = SplitPolicy(size, tokens if isinstance(size, ByLength) else None)
-                split_policy.limit.max_tokens = limit
-                splitter = Splitter(host, split_policy)
-                if 0 < apart < len(batch):
-                    split = [micro_batch for group in splitter.split_apart(window, apart) for micro_batch in group]
-                elif len(window) > 1:
-                    split = splitter.split_together(window)
-                else:
-                    split = splitter.split(batch, min_parts, in_order=in_order)
-                expected, expected_loss, expected_count = gradient(host, [MicroBatch(each, 1) for each in window])
-                found, found_loss, count = gradient(host, split)
-                assert count == expected_count
-                assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
-                assert found_loss == pytest.approx(expected_loss, rel=1e-5)
-                tried.append(len(split))
-
-            compare()
-
-    monkeypatch.setattr("adaptive_batching._torchtune.train.session.TrainingLoop", Compared)
-    tune_run(kind, f"loss._component_={loss}", "epochs=1")
+    monkeypatch.setattr(TrainingLoop, "run", compare_with_whole_batches)
+    tune_run(kind, loss, "epochs=1")
     assert max(tried) >= 5 and sum(count > 1 for count in tried) > 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("full", []),
+        ("full", [CHUNKS, CHECKPOINTED]),
+        ("lora", [NO_DROPOUT, CHECKPOINTED]),
+        ("lora_dpo", [NO_DROPOUT, *WIDE, "loss.beta=2.0"]),
+        ("kd", [NO_DROPOUT]),
+    ],
+)
+def test_samples_end_to_end_in_a_row_have_the_gradient_of_one_sample_at_a_time(
+    kind: str, overrides: list[str], tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+
+    def compare_with_single_samples(loop: TrainingLoop) -> None:
+        host = loop._host
+        assert host.rows is not None
+        batch = host.loader.load(range(12))
+        host.objective.begin_step(0, len(batch))
+        alone = Splitter(host, SplitPolicy(Fixed(1))).split(batch)
+        for capacity in (160, 10**6):
+            rows = Splitter(host, SplitPolicy(ByLength(), capacity=capacity)).split(batch)
+            assert_same_gradient(host, rows, alone, rel=1e-6)
+            compared.append(len(rows))
+
+    monkeypatch.setattr(TrainingLoop, "run", compare_with_single_samples)
+    tune_run(kind, *overrides, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB", "epochs=1")
+    some_rows, one_row = compared
+    assert 12 > some_rows > one_row == 1

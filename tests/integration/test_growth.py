@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching._growth.increase import IncreaseFunction
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
-from tests.integration.faults import CountingModel
+from tests.integration.faults import shapes_of_forwards
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
@@ -23,12 +22,11 @@ def doubles(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch else 0
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_batch_follows_the_function_and_everything_follows_the_batch(
-    kind: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+    tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     function = {"batch_increase_function": "tests.integration.test_growth.doubles"}
-    run = tune_run(kind, *BOUND, "epochs=4", "gradient_accumulation_steps=2", replaced=function)
+    run = tune_run("full", *BOUND, "epochs=4", "gradient_accumulation_steps=2", replaced=function)
     epochs = events(run, "epoch")
     assert [(e["batch_size"], e["steps"], e["samples"]) for e in epochs] == [
         (4, 6, 48), (8, 3, 48), (16, 1, 32), (16, 1, 32),
@@ -47,16 +45,6 @@ def test_growth_under_optimizer_in_backward_and_max_steps(tune_run: TuneRun) -> 
     assert run.metrics[-1]["lr"] == 0.0
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(6, [6, 12, 24, 32]), (40, [40])])
-def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(
-    size: int, sizes: list[int], tune_run: TuneRun
-) -> None:
-    limit = "adaptive_batching.memory_limit=8GiB"
-    run = tune_run("full", *DOUBLE, limit, f"batch_size={size}", f"epochs={len(sizes)}")
-    assert events(run, "probe")[0]["batch_size"] == (32 if size == 6 else 40)
-    assert [e["batch_size"] for e in events(run, "epoch")] == sizes
-
-
 @pytest.mark.parametrize(("micro_batch_size", "batch_size"), [(3, 15), (40, 16)])
 def test_a_maximum_is_a_multiple_of_the_micro_batch_size(
     micro_batch_size: int, batch_size: int, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
@@ -67,38 +55,20 @@ def test_a_maximum_is_a_multiple_of_the_micro_batch_size(
     assert ("micro_batch_size=40 does not fit; using the maximum, 16" in caplog.text) == (micro_batch_size == 40)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_global_batch_stays_where_it_is_to_be_kept(kind: str, tune_run: TuneRun) -> None:
+def test_the_global_batch_stays_where_it_is_to_be_kept(tune_run: TuneRun) -> None:
     """What batch_size gains, accumulation loses: losses, rates and weights are those of the constant run."""
     common = [*SGD, "epochs=4", "batch_size=2", "gradient_accumulation_steps=8", "dataset.split=train[:48]"]
-    constant = tune_run(kind, *common, *DOUBLE, "adaptive_batching.max_batch_size=2", name="constant")
-    kept = tune_run(kind, *common, *DOUBLE, "adaptive_batching.keep_global_batch=True", *BOUND, name="kept")
+    constant = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=2", name="constant")
+    kept = tune_run("full", *common, *DOUBLE, "adaptive_batching.keep_global_batch=True", *BOUND, name="kept")
     assert [(s["batch_size"], s["global_batch_size"]) for s in kept.metrics[::3]] == [(n, 16) for n in (2, 4, 8, 16)]
     assert [e["steps"] for e in events(kept, "epoch")] == [3] * 4
     assert_close(kept, constant, epoch=3)
 
 
-def test_a_maximum_and_a_growth_that_do_not_divide_the_global_batch_are_rounded_down(tune_run: TuneRun) -> None:
-    keep = ["adaptive_batching.keep_global_batch=True", "adaptive_batching.round_to_power_of_two=False"]
-    keep += ["batch_size=2", "gradient_accumulation_steps=6", "epochs=2"]
-    bound = "adaptive_batching.max_batch_size=5"
-    maximum = tune_run("full", *keep, bound, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB")
-    assert [(e["batch_size"], e["global_batch_size"]) for e in events(maximum, "epoch")] == [(4, 12)] * 2
-    adds_three = ["batch_increase_function._component_=tests.integration.test_growth.adds_three"]
-    grown = tune_run("full", *keep, *adds_three, "adaptive_batching.max_batch_size=12", "epochs=4", name="grown")
-    epochs = events(grown, "epoch")
-    assert [(e["batch_size"], e["global_batch_size"]) for e in epochs] == [(2, 12), (4, 12), (6, 12), (6, 12)]
-    assert "7 does not divide the global batch 12" in epochs[2]["reason"]
-
-
-def adds_three(every: int = 1) -> IncreaseFunction:
-    return lambda epoch, current_batch_size: 3 if epoch else 0
-
-
 @pytest.mark.serial
 def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards stay within what was found to fit, the gradients are those of the whole batch."""
-    model = "model._component_=tests.integration.faults.CountingModel"
+    model = "model._component_=tests.integration.faults.counting_model"
     few = [*SGD, model, "dataset.split=train[:130]", "tokenizer.max_seq_len=256", "epochs=2", "batch_size=64"]
     whole = tune_run("full", *few, *DOUBLE, "adaptive_batching.max_batch_size=128", name="whole")
     meter = CpuMeter()
@@ -108,7 +78,7 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     run = TrainingLoop.run
 
     def run_and_count(self: TrainingLoop) -> None:
-        CountingModel.shapes.clear()
+        shapes_of_forwards.clear()
         run(self)
 
     monkeypatch.setattr(TrainingLoop, "run", run_and_count)
@@ -116,7 +86,7 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     [probe] = events(grown, "probe")
     assert 20 < probe["batch_size"] < 100
     assert [e["batch_size"] for e in events(grown, "epoch")] == [64, 128]
-    trained = CountingModel.shapes
+    trained = shapes_of_forwards
     assert max(rows for rows, _ in trained) <= probe["batch_size"]
     assert sum(rows for rows, _ in trained) == 2 * 128
     assert_close(grown, whole, epoch=1)
@@ -144,14 +114,3 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert_same_weights(resumed.weights(epoch=3), whole.weights(epoch=3))
     epochs = events(resumed, "epoch")
     assert [(e["epoch"], e["batch_size"]) for e in epochs] == [(0, 4), (1, 8), (2, 16), (3, 32)]
-
-
-def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
-    tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    common = ["epochs=4", *BOUND, *FUNCTION]
-    tune_run("full", *common, name="whole", cut_off_at=2).copy_when_cut_off(tmp_path / "again")
-    caplog.set_level(logging.INFO, "adaptive_batching")
-    resumed = tune_run("full", *common, *RESUME, FIRST, "batch_size=5", name="again")
-    assert [s["batch_size"] for s in resumed.metrics[-5:]] == [10] * 5
-    assert "batch_size=5 was 4 in the run being resumed" in caplog.text

@@ -30,7 +30,7 @@ from adaptive_batching._report.events import read_events
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train import probing, session
 from adaptive_batching._torchtune.train.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, QUICKSTART, without_pages
+from tests.conftest import ARCHITECTURE, QUICKSTART, Run, without_pages
 from tests.integration import faults
 from tests.support.garbage import quicken_collections
 from tests.support.processes import FORKED
@@ -50,14 +50,6 @@ class Case:
     settings: dict[str, str]
     fault: dict[str, Any]
     extra_mib: int | None
-
-    @property
-    def nothing_could_catch(self) -> bool:
-        """A batch that the user has fixed, in bf16 near a limit: there oneDNN ends the process."""
-        given = self.settings
-        probes = "True" in (given["use_maximum_batch_size"], given.get("adaptive_batching.grow_beyond_memory"))
-        probes = probes or given["micro_batch_size"] == "auto"
-        return given["dtype"] == "bf16" and self.extra_mib is not None and not probes
 
 
 def draw(number: int, seed: int) -> Case:
@@ -84,6 +76,8 @@ def draw(number: int, seed: int) -> Case:
         "adaptive_batching.round_to_power_of_two": pick([False, True]),
         "adaptive_batching.search": pick(["predict", "predict", "predict", "binary_search", "power_of_two"]),
     }
+    if limited and settings["dtype"] == "bf16" and settings["micro_batch_size"] != "auto":
+        settings["use_maximum_batch_size"] = True  # near a limit oneDNN ends a process whose batch is given
     # Stock's mean over a batch that is all prompt is 0/0.
     if settings["dataset.packed"] or settings["tokenizer.max_seq_len"] < 128:
         settings["dataset.train_on_input"] = True
@@ -174,8 +168,7 @@ def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
 
 def check(case: Case, ran: list[tuple[int, list[Any]]], output_dir: Path) -> dict[str, Any]:
     """Hold the invariants."""
-    log = "".join(path.read_text() for path in (output_dir / "logs").glob("*.txt"))
-    losses = [float(part.split("loss:")[1].split()[0]) for part in log.splitlines() if "loss:" in part]
+    losses = [step["loss"] for step in Run(output_dir).metrics]
     assert len(losses) == len(ran) > 0
     assert all(map(math.isfinite, losses)), losses
     recoveries = 0
@@ -257,8 +250,7 @@ def test_every_run_finishes_or_says_what_is_wrong(seed: int, count: int, inputs:
         found = outcome_beside_twin(case, inputs, tmp_path)
         print(case, found)
         recoveries += found.get("recoveries", 0)
-        if not case.nothing_could_catch:
-            outcomes[found["outcome"]] += 1
+        outcomes[found["outcome"]] += 1
     assert set(outcomes) == {"finished", "clear error"}
     assert outcomes["finished"] >= count / 2
     assert recoveries > 0

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import resource
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torchtune.modules import RMSNorm
 
-from adaptive_batching._memory import CpuMeter
 from adaptive_batching._step.limits import TokenLimit
-from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
-from tests.integration.faults import CountingModel, disarm, full_model, plan
+from tests.integration.faults import disarm, full_model, plan, shapes_of_forwards
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.records import events, without_sizes
 
 FAULTY = "model._component_=tests.integration.faults.full_model"
-COUNTING = "model._component_=tests.integration.faults.CountingModel"
+COUNTING = "model._component_=tests.integration.faults.counting_model"
 # Stock does not divide the gradient there: the rate is for sums over some 400 targets.
 IN_BACKWARD = [
     "optimizer_in_bwd=True", "clip_grad_norm=null", "optimizer._component_=torch.optim.SGD", "optimizer.lr=2.5e-4",
@@ -39,46 +35,21 @@ def no_plan() -> None:
     disarm()
 
 
-# One epoch: at its end stock's LoRA recipe merges on the cpu, and ours does not where a field is set.
-MASKED = ["batch_size=6", "gradient_accumulation_steps=2", "epochs=1"]
-# Without a masked prompt a sample has a label more than it has targets, which weighs most in short samples.
-UNMASKED = [
-    "batch_size=8", "dataset.train_on_input=True", "tokenizer.max_seq_len=256", "epochs=1",
-    "adaptive_batching.memory_limit=8GiB", "lr_scheduler.num_warmup_steps=0",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "common", "size", "rel"),
-    [
-        ("lora", MASKED, 3, 2e-4),
-        ("full", UNMASKED, 1, 3e-6),
-    ],
-)
-def test_micro_batches_train_as_the_whole_batch(
-    kind: str, common: list[str], size: Any, rel: float, tune_run: TuneRun, baseline: TuneRun
-) -> None:
-    whole = baseline(kind, *SGD, *common)
-    split = tune_run(kind, *SGD, *common, f"micro_batch_size={size}", name="split")
-    assert split.metrics != whole.metrics, "rounding tells that the batch was split"
-    assert_close(split, whole, epoch=0, rel=rel)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: bool, tune_run: TuneRun) -> None:
     common = [
         *SGD, COUNTING, "gradient_accumulation_steps=2", "dataset.split=train[:200]", "epochs=1",
         "tokenizer.max_seq_len=256", f"dataset.packed={packed}", f"batch_size={4 if packed else 16}",
     ]  # fmt: skip
-    CountingModel.shapes.clear()
+    shapes_of_forwards.clear()
     whole = tune_run("full", *common, name="whole")
-    whole_shapes = list(CountingModel.shapes)
+    whole_shapes = [*shapes_of_forwards]
     limit = ["adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16"]
-    CountingModel.shapes.clear()
+    shapes_of_forwards.clear()
     split = tune_run("full", *common, *limit, "micro_batch_size=auto", name="split")
     probe = events(split, "probe")[0]
     trial_steps = sum(measurement["steps"] for measurement in probe["measurements"])
-    shapes = CountingModel.shapes[2 * trial_steps :]  # a trial accumulates: two forwards
+    shapes = shapes_of_forwards[2 * trial_steps :]  # a trial accumulates: two forwards
     assert_close(split, whole, epoch=0)
     budget = (probe["enough"] or probe["batch_size"]) * probe["sequence_length"]
     assert all(rows * length <= budget for rows, length in shapes)
@@ -90,26 +61,21 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
         assert padded[1] < 0.7 * padded[0]
 
 
-FULL, LORA = ("full", "gradient_accumulation_steps=2"), ("lora", "gradient_accumulation_steps=2")
-CHECKPOINTED = ("full", "enable_activation_checkpointing=True")
-
-
 @pytest.mark.parametrize(
-    ("kind", "setting", "where", "layer", "call", "times"),
+    ("setting", "where", "layer", "call", "times"),
     [
-        (*FULL, "hook", 0, 4, 2),
-        (*LORA, "backward", 0, 1, 2),
-        (*CHECKPOINTED, "backward", 0, 3, 1),
+        ("gradient_accumulation_steps=2", "hook", 0, 4, 2),
+        ("enable_activation_checkpointing=True", "backward", 0, 3, 1),
     ],
-)  # fmt: skip
+)
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
-    kind: str, setting: str, where: str, layer: int, call: int, times: int, tune_run: TuneRun, baseline: TuneRun,
+    setting: str, where: str, layer: int, call: int, times: int, tune_run: TuneRun, baseline: TuneRun,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    common = [*SGD, f"model._component_=tests.integration.faults.{kind}_model", setting, "epochs=1"]
-    undisturbed = baseline(kind, *common)
+    common = [*SGD, FAULTY, setting, "epochs=1"]
+    undisturbed = baseline("full", *common)
     plan.update(where=where, layer=layer, call=call, calls=0, times=times)
-    recovered = tune_run(kind, *common, name="recovered")
+    recovered = tune_run("full", *common, name="recovered")
     assert plan["times"] == 0
     assert caplog.text.count("running the step's samples again") == times
     assert_close(recovered, undisturbed, epoch=0)
@@ -171,7 +137,6 @@ def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
 @pytest.mark.parametrize(
     ("fault", "fields", "recoverable"),
     [
-        (dict(where="forward", layer=1, call=2), [], True),
         (dict(where="forward", layer=0, call=2, times=2), [], True),
         (dict(where="backward", layer=1, call=2), [], False),  # after the output layer's update
         (dict(where="backward", layer=1, call=3), ["micro_batch_size=2"], True),  # in the first part of two
@@ -206,6 +171,8 @@ class OptimizerWithoutMemory(torch.optim.SGD):
     [
         ({"times": 10**6}, [FAULTY],
          r"1 sample of up to \d+ tokens, which cannot be split: number \d+ .*max_seq_len below"),
+        ({"times": 1}, [FAULTY, "adaptive_batching.recover_from_oom=False"],
+         r"in a forward or backward of 4 samples of up to .*set adaptive_batching.recover_from_oom=True"),
         ({}, [f"optimizer._component_={__name__}.OptimizerWithoutMemory"],
          r"in the optimizer's step.*resume from the last checkpoint"),
     ],
@@ -216,39 +183,6 @@ def test_where_smaller_parts_are_no_way_out_the_error_says_what_to_do(
     plan.update(fault)
     with pytest.raises(SystemExit, match=message):
         tune_run("full", *settings)
-
-
-def bytes_of_tensors() -> int:
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not isinstance(o, FakeTensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-@pytest.mark.serial
-def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
-    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a kind that leaves a traceback with the activations of a layer, in forward and in backward."""
-    used: list[tuple[int, int, int]] = []
-    meter = CpuMeter()
-    finish_step = TrainingLoop._finish_step
-
-    def finish_and_note(self: TrainingLoop, *arguments: Any) -> None:
-        finish_step(self, *arguments)
-        self._runner.limit.max_tokens = None  # so that the next step runs out of memory as well
-        plan["where"] = ("forward", "backward", "hook")[self._runner.num_recoveries % 3]
-        if self.training.global_step % 10 == 0:
-            meter.release()
-            used.append((self._runner.num_recoveries, bytes_of_tensors(), meter.used_bytes()))
-
-    monkeypatch.setattr(TrainingLoop, "_finish_step", finish_and_note)
-    plan.update(times=10**6, fits=2, where="forward")
-    tune_run("full", *SGD, FAULTY, "dataset.split=train[:240]", "epochs=2")
-    (_, tensors_at_first, used_at_first), *_, (recoveries, tensors, used_at_last) = used
-    assert recoveries >= 100
-    assert tensors == tensors_at_first
-    # The heap varies by some MiB; what one recovery left behind would be there a hundred times.
-    assert used_at_last < used_at_first + 8 * 2**20
 
 
 class NormalisedOverTheBatch(RMSNorm):
@@ -295,47 +229,16 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After the step, which stands; a run that is as stock is left alone."""
-    retries = 0
-
-    def rising(device: torch.device) -> int:
-        nonlocal retries
-        retries += 1
-        return retries
-
+    retries = count(1)
     common = [*SGD, COUNTING, "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
-    monkeypatch.setattr("adaptive_batching._torchtune.train.training_work.num_allocation_retries", rising)
+    rising = "adaptive_batching._torchtune.train.training_work.num_allocation_retries"
+    monkeypatch.setattr(rising, lambda device: next(retries))
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
-    CountingModel.shapes.clear()
+    shapes_of_forwards.clear()
     shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")
     # An eighth less than 4 packs is 3, of which a batch of 4 needs two forwards, and these are even.
-    assert [rows for rows, _ in CountingModel.shapes[:12]] == [4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1]
+    assert [rows for rows, _ in shapes_of_forwards[:12]] == [4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1]
     assert "num_alloc_retries" in caplog.text
     assert_close(shrunk, undisturbed, epoch=0)
     assert {step["oom_retries"] for step in shrunk.metrics} == {0.0}
-    dependent = [*common, DEPENDENT, "adaptive_batching.max_batch_size=4"]
-    CountingModel.shapes.clear()
-    kept = tune_run("full", *dependent, *DOUBLE, name="kept")
-    monkeypatch.undo()
-    assert without_sizes(kept.metrics) == tune_run("full", *dependent, name="whole").metrics, "not split"
-
-
-def test_a_memory_limit_holds_in_training_without_any_other_field(
-    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[int] = []
-    step = torch.optim.SGD.step
-
-    def watched(optimizer: torch.optim.SGD, closure: None = None) -> None:
-        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
-        step(optimizer, closure)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", watched)
-    before = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    common = [*SGD, "max_steps_per_epoch=2", "epochs=1"]
-    tune_run("full", *common, "adaptive_batching.memory_limit=null", name="without")
-    assert limits and set(limits) == {before}
-    limits.clear()
-    tune_run("full", *common, "adaptive_batching.memory_limit=6GiB", name="with")
-    assert limits and before not in limits
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == before

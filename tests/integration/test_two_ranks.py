@@ -16,12 +16,11 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAULTS, KINDS, OTHERS, SHARED, SHARED_FAULTS, of_shared_steps, same_everywhere
+from tests.integration.two_ranks import FAULTS, OTHERS, SHARED, SHARED_FAULTS, of_shared_steps, same_everywhere
 from tests.support.html import read_page
 from tests.support.launches import Finished, of_launch, output_of
 from tests.support.overrides import SGD, VALIDATE, WIDE
-from tests.support.ranks import free_port
-from tests.support.records import events, without_sizes
+from tests.support.records import events
 
 
 def assert_as_stock(finished: Finished, name: str) -> None:
@@ -31,59 +30,62 @@ def assert_as_stock(finished: Finished, name: str) -> None:
     assert_same_weights(ours.weights(0), stock.weights(0))
 
 
-def assert_validated_as_one_by_one(
-    kind: str, finished: Finished, launched: tuple[Path, str], rel: float = 1e-6
-) -> list[float]:
-    """Runs in small forwards, and in large ones of which one runs out of memory; return the losses of the former."""
-    losses = []
-    off = finished(f"{kind}_off")
-    for name in (f"{kind}_validated", f"{kind}_validated_again"):
-        logged = finished(name).metrics
-        assert [step for step in logged if "val_loss" not in step] == off.metrics
-        assert_same_weights(finished(name).weights(0), off.weights(0))
-        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
-        assert "not always the same" not in output_of(launched, name), "training could still recover"
-    assert len(losses[0]) == len(off.metrics)
-    assert losses[1] == pytest.approx(losses[0], rel=rel)
-    assert output_of(launched, name).count("running samples of dataset_val again") == 1, "one rank says so"
-    return losses[0]
-
-
-EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+@of_launch("as_stock")
+@pytest.mark.parametrize(
+    ("name", "why_no_recovery"),
+    [
+        ("full", None),
+        ("in_backward", "recovery from out-of-memory errors is off: optimizer_in_bwd=True"),
+        ("tensor_parallel", "is off: tensor_parallel_dim above 1"),
+    ],
+)
+def test_off_is_stock(name: str, why_no_recovery: str | None, finished: Finished, launched: tuple[Path, str]) -> None:
+    assert_as_stock(finished, name)
+    said = output_of(launched, f"{name}_off")
+    assert "recovery from out-of-memory" not in said if why_no_recovery is None else why_no_recovery in said
 
 
 @of_launch("as_stock")
-@EACH_KIND
-def test_off_is_stock(kind: str, finished: Finished) -> None:
-    assert_as_stock(finished, kind)
+def test_with_optimizers_in_the_backward_pass_several_devices_are_not_probed(launched: tuple[Path, str]) -> None:
+    for rank in range(2):
+        error = (launched[0] / "in_backward_probe" / f"error_{rank}.txt").read_text()
+        assert "the largest batch cannot be probed on several devices: optimizer_in_bwd=True" in error
 
 
 @of_launch("as_stock")
 def test_ranks_validate_each_sample_once_and_train_as_without(
     finished: Finished, launched: tuple[Path, str], tune_run: TuneRun
 ) -> None:
-    """Eleven samples, of which one rank has more; the first step has a rate of 0, so its loss is that of one device."""
+    """In small forwards, and in large ones of which one runs out of memory.
+
+    Eleven samples, of which one rank has more; the first step has a rate of 0, so its loss is that of one device.
+    """
     one_device = tune_run("full", "epochs=1", "max_steps_per_epoch=1", *VALIDATE, "run_val_every_n_steps=1")
-    losses = assert_validated_as_one_by_one("full", finished, launched)
-    assert losses[0] == pytest.approx(one_device.metrics[1]["val_loss"], rel=1e-6)
+    losses = []
+    off = finished("full_off")
+    for name in ("full_validated", "full_validated_again"):
+        logged = finished(name).metrics
+        assert [step for step in logged if "val_loss" not in step] == off.metrics
+        assert_same_weights(finished(name).weights(0), off.weights(0))
+        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
+        assert "not always the same" not in output_of(launched, name), "training could still recover"
+    assert len(losses[0]) == len(off.metrics)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0][0] == pytest.approx(one_device.metrics[1]["val_loss"], rel=1e-6)
+    assert output_of(launched, "full_validated_again").count("running samples of dataset_val again") == 1, "one says so"
 
 
 @of_launch("split")
-@EACH_KIND
-def test_two_ranks_train_as_one_device_on_the_same_samples(
-    kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
-    one = tune_run(kind, *SGD, "batch_size=8", "gradient_accumulation_steps=2", "epochs=1",
+def test_two_ranks_train_as_one_device_on_the_same_samples(finished: Finished, tune_run: TuneRun) -> None:
+    one = tune_run("full", *SGD, "batch_size=8", "gradient_accumulation_steps=2", "epochs=1",
                    f"dataset.split=train[:{16 * len(FAULTS)}]", "lr_scheduler.num_warmup_steps=2")  # fmt: skip
-    assert_close(finished(f"{kind}_whole"), one, epoch=0)
+    assert_close(finished("whole"), one, epoch=0)
 
 
 @of_launch("split")
-@EACH_KIND
 @pytest.mark.parametrize("size", ["2", "auto"])
-def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished: Finished) -> None:
-    split, whole = finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole")
+def test_however_the_ranks_cut_they_train_as_the_whole_batch(size: str, finished: Finished) -> None:
+    split, whole = finished(f"cut_{size}"), finished("whole")
     pairs = [(weights, split.weights(0)[name]) for name, weights in whole.weights(0).items()]
     assert not all(torch.equal(*pair) for pair in pairs), "rounding tells that batches were split"
     assert_close(split, whole, epoch=0)
@@ -92,14 +94,13 @@ def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: st
 
 
 @of_launch("split")
-@EACH_KIND
 def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
-    kind: str, finished: Finished, launched: tuple[Path, str]
+    finished: Finished, launched: tuple[Path, str]
 ) -> None:
-    recovered = finished(f"{kind}_recovered")
-    assert_close(recovered, finished(f"{kind}_whole"), epoch=0)
+    recovered = finished("recovered")
+    assert_close(recovered, finished("whole"), epoch=0)
     assert [step["oom_retries"] for step in recovered.metrics] == [1, 2, 3, 4, 5, 6, 8]
-    said = re.findall(r"out of memory (.*); running the step's samples again", output_of(launched, f"{kind}_recovered"))
+    said = re.findall(r"out of memory (.*); running the step's samples again", output_of(launched, "recovered"))
     on = [re.findall(r"on rank (\d) with \d samples? of up to \d+ tokens", each) for each in said]
     expected = [list(map(str, fault["on"])) for fault in FAULTS.values()]
     assert on == [*expected, expected[-1]], "one rank says so, for all"
@@ -129,14 +130,7 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     assert "DoesNotFitError on rank 1" in words and errors[1].splitlines()[0].removeprefix("error: ") in words
 
 
-@of_launch("recovery")
-def test_where_recovery_is_off_the_run_ends_and_says_what_to_set(launched: tuple[Path, str]) -> None:
-    error = (launched[0] / "not_to_recover" / "error_0.txt").read_text()
-    assert error.startswith("error: out of memory in a forward or backward of 4 samples of up to")
-    assert "set adaptive_batching.recover_from_oom=True" in error.splitlines()[0]
-
-
-@of_launch("noise")
+@of_launch("growth")
 def test_the_noise_scale_is_right_on_two_ranks(
     finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,64 +143,19 @@ def test_the_noise_scale_is_right_on_two_ranks(
     assert mean == pytest.approx(list(truths[0]), rel=0.05)
 
 
-@of_launch("noise")
-def test_ranks_grow_together_by_what_they_measure_together(finished: Finished) -> None:
-    run = finished("by_noise")
-    sizes = [step["batch_size"] for step in run.metrics]
-    assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
-    assert "gradient_noise_scale" in run.metrics[-1]
-
-
 @of_launch("growth")
 def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished: Finished) -> None:
     assert [epoch["batch_size"] for epoch in events(finished("agreed"), "epoch")] == [4, 6, 8]
 
 
 @of_launch("growth")
-@pytest.mark.parametrize("name", ["full", "full_steps"])
-def test_a_run_that_is_cut_off_goes_on_as_if_it_had_not_been(name: str, finished: Finished) -> None:
-    """After an epoch, and within the second."""
-    whole, resumed = finished(f"{name}_whole"), finished(name)
-    if name == "full":
-        assert [epoch["batch_size"] for epoch in events(resumed, "epoch")] == [4, 8, 16]
-        assert resumed.metrics == whole.metrics
-        assert_same_weights(resumed.weights(2), whole.weights(2))
-        return
+def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(finished: Finished) -> None:
+    whole, resumed = finished("full_steps_whole"), finished("full_steps")
     assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 4
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert len(resumed.metrics) == 6 + 2
     assert resumed.by_step == whole.by_step
     assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
-
-
-@of_launch("split")
-def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str], tune_run: TuneRun) -> None:
-    saved = launched[0] / "full_whole" / "epoch_0"
-    run = tune_run("full", "epochs=1", f"checkpointer.checkpoint_dir={saved}",
-                   "checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]")  # fmt: skip
-    assert run.metrics[0]["loss"] < Run(launched[0] / "full_whole").metrics[0]["loss"]
-
-
-@of_launch("as_stock")
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("in_backward", "recovery from out-of-memory errors is off: optimizer_in_bwd=True"),
-        ("tensor_parallel", "is off: tensor_parallel_dim above 1"),
-    ],
-)
-def test_what_cannot_recover_trains_as_stock_and_says_so(
-    name: str, why: str, finished: Finished, launched: tuple[Path, str]
-) -> None:
-    assert_as_stock(finished, name)
-    assert why in output_of(launched, f"{name}_off")
-
-
-@of_launch("as_stock")
-def test_with_optimizers_in_the_backward_pass_several_devices_are_not_probed(launched: tuple[Path, str]) -> None:
-    for rank in range(2):
-        error = (launched[0] / "in_backward_probe" / f"error_{rank}.txt").read_text()
-        assert "the largest batch cannot be probed on several devices: optimizer_in_bwd=True" in error
 
 
 @of_launch("growth")
@@ -227,7 +176,7 @@ def assert_close_weights(kind: str, ours: Run, theirs: Run) -> None:
 
 
 @of_launch("others")
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", ["lora", *OTHERS])
 def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
     kind: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
@@ -243,13 +192,11 @@ def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
     assert_close_weights(kind, rows, finished("kd_padded") if kind == "kd" else undisturbed)
 
 
-def assert_shared_out(run: Run, *, stops_after: int | None = None) -> None:
-    """Samples have moved, up to a step, and in no step does the slowest rank take longer than with its own samples."""
+def assert_shared_out(run: Run) -> None:
+    """Samples have moved, and in no step does the slowest rank take longer than with its own samples."""
     steps = events(run, "step")
-    balances = [step["slowest_as_drawn"] - step["slowest"] for step in steps[:stops_after]]
-    assert all(balance >= 0 for balance in balances) and any(step["moved"] for step in steps[:stops_after])
-    if stops_after is not None:
-        assert all(step["moved"] is None for step in steps[stops_after:])
+    assert all(step["slowest_as_drawn"] >= step["slowest"] for step in steps)
+    assert any(step["moved"] for step in steps)
 
 
 def assert_same_training(ours: Run, theirs: Run, weights: str = "epoch_0") -> None:
@@ -264,47 +211,26 @@ def assert_same_training(ours: Run, theirs: Run, weights: str = "epoch_0") -> No
 
 @of_launch("shared")
 @pytest.mark.parametrize("kind", SHARED)
-def test_wherever_samples_are_computed_they_train_as_drawn(kind: str, finished: Finished) -> None:
+def test_two_ranks_share_out_steps_and_train_as_one_device(
+    kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A window of two batches is shared out as a whole."""
-    shared, drawn = finished(f"{kind}_shared"), finished(f"{kind}_drawn")
-    assert_shared_out(shared)
-    assert not any("moved" in step and step["moved"] for step in events(drawn, "step"))
-    assert_same_training(shared, drawn)
-
-
-def assert_as_on_one_device(kind: str, finished: Finished, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = finished(f"{kind}_shared")
-    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
-    one = baseline(kind, *of_shared_steps(kind, 1), "epochs=1", "micro_batch_size=2", "lr_scheduler.num_warmup_steps=2")
     assert_shared_out(shared)
+    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
+    one = tune_run(kind, *of_shared_steps(kind, 1), "epochs=1", "micro_batch_size=2", "lr_scheduler.num_warmup_steps=2")
     assert_same_training(shared, one)
     assert kind != "full" or any("val_loss" in step for step in shared.metrics)
-
-
-@of_launch("shared")
-@pytest.mark.parametrize("kind", SHARED)
-def test_two_ranks_share_out_steps_and_train_as_one_device(
-    kind: str, finished: Finished, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_as_on_one_device(kind, finished, baseline, monkeypatch)
-
-
-@pytest.mark.slow  # tests/loop/test_two_ranks.py has four ranks, too
-@of_launch("shared_by_4")
-@pytest.mark.parametrize("kind", SHARED)
-def test_four_ranks_share_out_steps_and_train_as_one_device(
-    kind: str, finished: Finished, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_as_on_one_device(kind, finished, baseline, monkeypatch)
 
 
 @of_launch("shared")
 @pytest.mark.parametrize("name", ["padded", "recovered"])
 def test_steps_that_are_shared_out_padded_and_again_train_as_drawn(name: str, finished: Finished) -> None:
     """A step that ran out of memory in a forward, a backward, on one rank or on both, is shared out in more parts."""
-    run = finished(name)
+    run, drawn = finished(name), finished("drawn")
     assert_shared_out(run)
-    assert_same_training(run, finished("full_drawn"))
+    assert not any(step.get("moved") for step in events(drawn, "step"))
+    assert_same_training(run, drawn)
     if name == "recovered":
         assert [step["oom_retries"] for step in run.by_step.values()] == [0, 1, 2, 3, 5, 5]
         failed = [step for step, fault in zip(events(run, "step"), SHARED_FAULTS, strict=True) if fault is not None]
@@ -314,28 +240,14 @@ def test_steps_that_are_shared_out_padded_and_again_train_as_drawn(name: str, fi
 
 
 @of_launch("shared")
-@pytest.mark.parametrize("kind", SHARED)
-def test_a_run_that_is_shared_out_goes_on_within_an_epoch(kind: str, finished: Finished) -> None:
+def test_a_run_that_is_shared_out_goes_on_within_an_epoch(finished: Finished) -> None:
     """Memory runs out in both steps that are left."""
-    whole, resumed = finished(f"{kind}_steps_whole"), finished(f"{kind}_steps")
+    whole, resumed = finished("full_steps_whole"), finished("full_steps")
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert_shared_out(resumed)
     assert all(step["moved"] for step in events(resumed, "step")[-2:])
     assert [step["oom_retries"] for step in resumed.metrics[-2:]] == [1, 2]
     assert_same_training(resumed, whole, "step_7")
-
-
-@of_launch("shared")
-@pytest.mark.parametrize("function", ["pickled", "loads"])
-def test_samples_that_cannot_be_sent_stay_where_they_were_drawn(
-    function: str, finished: Finished, launched: tuple[Path, str]
-) -> None:
-    """From the step on in which that is seen, on either side."""
-    run = finished(function)
-    assert_shared_out(run, stops_after=1)
-    assert_same_training(run, finished("full_drawn"))
-    said = re.findall(r"warning: .*samples stay on the ranks.*", output_of(launched, function))
-    assert len(said) == 1 and f"they cannot be sent (TypeError: this sample has a bug in {function})" in said[0]
 
 
 @of_launch("shared")
@@ -345,31 +257,15 @@ def test_a_rank_that_ends_while_a_step_is_shared_out_ends_the_others(launched: t
     assert "ZeroDivisionError" in own
 
 
-def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start ``adaptive-batching run`` as users do."""
-    settings = small_run(inputs, output_dir, "dataset.split=train[:32]", "epochs=1", *overrides)
-    return subprocess.Popen(
-        [sys.executable, "-m", "adaptive_batching", "run", *launcher, "full_finetune_distributed",
-         "--config", "quickstart/full_single_device", *settings],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
 def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inputs: Path, tmp_path: Path) -> None:
-    failing = ("loss._component_=tests.integration.two_ranks.LossThatFailsOnOneRank",)
-    job = launch(inputs, tmp_path / "out", "--nproc_per_node", "2", overrides=failing)
-    output, _ = job.communicate(timeout=120)
+    """As users start it, by ``adaptive-batching run``."""
+    fails = "loss._component_=tests.integration.two_ranks.LossThatFailsOnOneRank"
+    settings = small_run(inputs, tmp_path / "out", "dataset.split=train[:32]", "epochs=1", fails)
+    job = subprocess.run(
+        [sys.executable, "-m", "adaptive_batching", "run", "--nproc_per_node", "2", "full_finetune_distributed",
+         "--config", "quickstart/full_single_device", *settings],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True, timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
     assert job.returncode != 0
-    assert "ZeroDivisionError: this rank has a bug" in output
-
-
-@pytest.mark.slow  # the launch of `as_stock` is on two nodes
-def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:
-    """As two nodes do, over the loopback device."""
-    nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_backend", "c10d"]
-    nodes += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    agents = [launch(inputs, tmp_path / "out", *nodes) for _ in range(2)]
-    outputs = [agent.communicate(timeout=300)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert len(without_sizes(Run(tmp_path / "out").metrics)) == 4
+    assert "ZeroDivisionError: this rank has a bug" in job.stdout

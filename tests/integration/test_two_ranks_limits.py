@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import Run, assert_close, assert_same_weights
-from tests.integration.two_ranks import ONE_LIMIT, FailingCollective, fatal_cases, known_cases, name_of
-from tests.support.launches import Finished, of_launch, output_of, run_launch
+from tests.conftest import assert_close, assert_same_weights
+from tests.integration.two_ranks import FATAL, KNOWN, FailingCollective, name_of
+from tests.support.launches import Finished, of_launch, output_of
 from tests.support.records import events
 
 
@@ -35,7 +35,7 @@ def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) 
 
 
 @of_launch("short_samples")
-@pytest.mark.parametrize("way", ["8", "2", "auto"])
+@pytest.mark.parametrize("way", ["2", "auto"])
 def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recover(
     way: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
@@ -68,23 +68,15 @@ def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(launched
 
 
 @of_launch("failing_collectives")
-@pytest.mark.parametrize(("step", "case"), enumerate(known_cases()), ids=[name_of(*case) for case in known_cases()])
-def test_memory_may_run_out_at_any_moment_of_a_collective(
-    step: int, case: FailingCollective, finished: Finished
-) -> None:
-    recovered, whole = (finished(name).metrics[step] for name in ("recovered", "whole"))
-    assert recovered["oom_retries"] == step + 1
-    assert recovered["loss"] == pytest.approx(whole["loss"], rel=2e-4)
-    assert recovered["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-3)
+def test_memory_may_run_out_at_any_moment_of_a_collective(finished: Finished) -> None:
+    """In each step of a run at another."""
+    recovered = finished("recovered")
+    assert [step["oom_retries"] for step in recovered.metrics] == [*range(1, len(KNOWN) + 1)]
+    assert_close(recovered, finished("whole"), epoch=0)
 
 
 @of_launch("failing_collectives")
-def test_a_run_whose_collectives_fail_in_every_step_is_the_undisturbed_one(finished: Finished) -> None:
-    assert_close(finished("recovered"), finished("whole"), epoch=0)
-
-
-@of_launch("failing_collectives")
-@pytest.mark.parametrize("case", fatal_cases("failing_collectives"), ids=lambda case: name_of(*case))
+@pytest.mark.parametrize("case", FATAL, ids=lambda case: name_of(*case))
 def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
     case: FailingCollective, launched: tuple[Path, str]
 ) -> None:
@@ -98,22 +90,3 @@ def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
         error = (launched[0] / name_of(*case) / f"error_{rank}.txt").read_text()
         assert error.startswith(f"error: {said if rank in case[3] else lost}")
         assert "Timed out" not in error
-
-
-@pytest.mark.serial
-@pytest.mark.slow  # the launch of `memory` has a limit that training gets by with
-def test_under_a_real_limit_on_one_rank_a_run_finishes_or_says_what_does_not_fit(inputs: Path, tmp_path: Path) -> None:
-    """Gloo gives up after a minute; the launch ends the other rank at once."""
-    run_launch(f"limit_{ONE_LIMIT}", inputs, tmp_path)
-    assert "Timed out waiting" not in (tmp_path / "output.txt").read_text()
-    for name in ("fixed", "probed"):
-        errors = [path.read_text() for path in (tmp_path / name).glob("error_*.txt")]
-        if not errors:
-            steps = Run(tmp_path / name).metrics
-            assert len(steps) == 3 if name == "fixed" else steps
-            continue
-        said = (
-            "error: out of memory|error: a batch of one sample does not fit|error: memory ran out inside a collective"
-        )
-        assert any(re.match(said, error) for error in errors), errors
-        break  # the launch has ended here

@@ -11,17 +11,14 @@ import contextlib
 import importlib
 import json
 import os
-import pickle
 import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,7 +37,7 @@ from adaptive_batching._ranks import agree
 from adaptive_batching._step import sharing
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.share import share_out
-from adaptive_batching._torchtune.train import collectives, session, splitting
+from adaptive_batching._torchtune.train import splitting
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.probing import Probe
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
@@ -52,7 +49,6 @@ from tests.support.device_steps import noted_steps
 from tests.support.environment import tame_malloc
 from tests.support.overrides import SGD, TEACHER, VALIDATE, WIDE
 
-ONE_LIMIT = 60  # MiB: a sample fits, or nearly
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
 
@@ -130,23 +126,17 @@ def failing(faults: Sequence[Fault | None]) -> Iterator[None]:
         yield
 
 
+@dataclass
 class Runner:
-    def __init__(self, inputs: Path, directory: Path) -> None:
-        self.inputs = inputs
-        self.directory = directory
+    inputs: Path
+    directory: Path
 
     def __call__(
-        self,
-        kind: str,
-        name: str,
-        *overrides: str,
-        stock: bool = False,
-        faults: Sequence[Fault | None] = (),
-        layer: int = RANK,
+        self, kind: str, name: str, *overrides: str, stock: bool = False, faults: Sequence[Fault | None] = ()
     ) -> None:
-        """Run a recipe; ``layer`` of its model runs out of memory if it is one of ``faults.py``."""
+        """Run a recipe; on each rank another layer of its model runs out of memory if it is one of ``faults.py``."""
         disarm()
-        plan["layer"] = layer
+        plan["layer"] = RANK
         module, config, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, ()))
         fewer = ("dataset.split=train[:32]", "epochs=1", "lr_scheduler.num_warmup_steps=2")
         settings = small_run(self.inputs, self.directory / name, *fewer, *added, *overrides)
@@ -167,24 +157,6 @@ class Runner:
                 (self.directory / name).mkdir(exist_ok=True)
                 (self.directory / name / f"error_{RANK}.txt").write_text(f"{error}\n{traceback.format_exc()}")
 
-    def cut_off(
-        self,
-        kind: str,
-        name: str,
-        before: float,
-        *overrides: str,
-        on: Sequence[str] = (),
-        faults: Sequence[Fault | None] = (),
-    ) -> None:
-        """Run a whole, and what a power cut before an epoch leaves of it, with the settings ``on`` and ``faults``."""
-        whole, again = self.directory / f"{name}_whole", self.directory / name
-        with power_cut.copying(whole, before if RANK == 0 else None):
-            self(kind, whole.name, *overrides)
-        if RANK == 0:
-            power_cut.left_of(whole).rename(again)
-        dist.barrier()
-        self(kind, name, *overrides, "resume_from_checkpoint=True", *on, faults=faults)
-
 
 def model(kind: str) -> str:
     return f"model._component_=tests.integration.faults.{kind}_model"
@@ -198,8 +170,6 @@ ACCUMULATE = "gradient_accumulation_steps=2"
 GROW = ["batch_increase_function._component_=tests.integration.two_ranks.factory", "epochs=3"]
 KINDS = ("full", "lora")
 BY_LENGTH = ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB"]
-VALIDATE_EACH = [*VALIDATE, "run_val_every_n_steps=1"]
-PROBED = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
 FAULTS: dict[str, Fault] = {
     "first": {"where": "backward", "on": [1]},
     "forward_0": {"where": "forward", "on": [0], "call": 2},
@@ -225,13 +195,10 @@ def runs_as_stock(run: Runner) -> None:
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
     plan_of_layers = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
     tensor_parallel = ["tensor_parallel_dim=2", plan_of_layers, "clip_grad_norm=null"]  # stock cannot clip there
-    for kind, name, *overrides in (
-        ("full", "full", *clip), ("lora", "lora", *clip),
-        ("full", "in_backward", *in_backward), ("full", "tensor_parallel", *tensor_parallel),
-    ):  # fmt: skip
-        run(kind, f"{name}_stock", *overrides, stock=True)
-        run(kind, f"{name}_off", *overrides)
-    validate = [*clip, *VALIDATE_EACH]
+    for name, overrides in {"full": clip, "in_backward": in_backward, "tensor_parallel": tensor_parallel}.items():
+        run("full", f"{name}_stock", *overrides, stock=True)
+        run("full", f"{name}_off", *overrides)
+    validate = [*clip, *VALIDATE, "run_val_every_n_steps=1"]
     run("full", "full_validated", *validate, "batch_size_val=3", "fsdp_reshard_after_forward=False")
     run("full", "full_validated_again", *validate, "batch_size_val=6", model("full"), faults=out_in_validation(1))
     run("full", "in_backward_probe", *in_backward, "use_maximum_batch_size=True")
@@ -239,17 +206,16 @@ def runs_as_stock(run: Runner) -> None:
 
 def runs_that_are_cut(run: Runner) -> None:
     """By a number, by length, and by running out of memory."""
-    for kind in KINDS:
-        common = [*SGD, model(kind), ACCUMULATE, samples(16 * len(FAULTS))]
-        run(kind, f"{kind}_whole", *common)
-        run(kind, f"{kind}_cut_2", *common, "micro_batch_size=2")
-        with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
-            run(kind, f"{kind}_cut_auto", *common, *BY_LENGTH)
-        run(kind, f"{kind}_recovered", *common, faults=list(FAULTS.values()))
+    common = [*SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS))]
+    run("full", "whole", *common)
+    run("full", "cut_2", *common, "micro_batch_size=2")
+    with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
+        run("full", "cut_auto", *common, *BY_LENGTH)
+    run("full", "recovered", *common, faults=list(FAULTS.values()))
 
 
 def runs_that_recover(run: Runner) -> None:
-    """With checkpointing and with parameters on the host; and those that cannot, or must not."""
+    """With checkpointing and with parameters on the host; and one that cannot."""
     common = [*SGD, model("full"), samples(24)]
     checkpointing = [*common, "enable_activation_checkpointing=True"]
     run("full", "whole", *common)
@@ -259,44 +225,36 @@ def runs_that_recover(run: Runner) -> None:
         run("full", "offload", *common, "fsdp_cpu_offload=True", faults=[None, None, ONE_BACKWARD])
     every_time: Fault = {"where": "forward", "on": [1], "times": 10**6}
     run("full", "hopeless", model("full"), "micro_batch_size=4", faults=[every_time])
-    on_both: Fault = {"where": "forward", "on": [0, 1]}
-    run("full", "not_to_recover", model("full"), "adaptive_batching.recover_from_oom=False", faults=[on_both], layer=0)
-
-
-def runs_with_noise(run: Runner) -> None:
-    """The gradient noise scale, measured by both ranks."""
-    one_target = ["batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
-    run("lora", "lora_noise", *WIDE, *NOISE, *one_target, "micro_batch_size=3")
-    by_noise = ["batch_increase_function._component_=adaptive_batching.growth.gradient_noise_scale",
-                "~batch_increase_function.every", "batch_increase_function.multiplier=4",
-                "adaptive_batching.noise_scale_every=1", "epochs=3", samples(48),
-                "adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=auto"]  # fmt: skip
-    run("full", "by_noise", *by_noise, "adaptive_batching.max_batch_size=12")
 
 
 def runs_that_grow(run: Runner) -> None:
-    """Together, and on from a checkpoint."""
+    """Together, by noise that both measure, and on from a checkpoint within an epoch."""
     rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
     run("full", "agreed", *GROW, *rankwise)
     keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
     run("full", "kept", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=8")
     run("full", "constant", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=2")
-
-    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
-    run.cut_off("full", "full", 1, *GROW, *PROBED, on=[files])
+    one_target = ["batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
+    run("lora", "lora_noise", *WIDE, *NOISE, *one_target, "micro_batch_size=3")
     run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
 
 
 def run_in_two(run: Runner, kind: str, *added: str, faults: Sequence[Fault | None] = ()) -> None:
-    """Run as a whole, and cut off within the second epoch, to go on with ``faults`` from a checkpoint within it."""
+    """Run as a whole, and on with ``faults`` from what a power cut within the second epoch leaves."""
     every = ["adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8", "save_every_n_steps=5"]
     common = [*GROW[:-1], "epochs=2", samples(48), *every, *added]
-    run.cut_off(kind, f"{kind}_steps", 1.5, *common, faults=faults)
+    whole, again = run.directory / f"{kind}_steps_whole", run.directory / f"{kind}_steps"
+    with power_cut.copying(whole, 1.5 if RANK == 0 else None):
+        run(kind, whole.name, *common)
+    if RANK == 0:
+        power_cut.left_of(whole).rename(again)
+    dist.barrier()
+    run(kind, again.name, *common, "resume_from_checkpoint=True", faults=faults)
 
 
 def runs_of_other_recipes(run: Runner) -> None:
-    """Of a model without adapters, of a second one, which is sharded on its own, and of rounded weights."""
-    for kind in OTHERS:
+    """Of adapters, of a second model, which is sharded on its own, and of rounded weights."""
+    for kind in ("lora", *OTHERS):
         common = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", samples(48)]
         common += ["loss.beta=2.0"] if "dpo" in kind else []
         run(kind, f"{kind}_stock", *common, stock=True)
@@ -382,22 +340,6 @@ def runs_within_memory(run: Runner) -> None:
     run("full", "real_no_limit", *one)
 
 
-def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
-    """The limit holds once the model is set up."""
-
-    def limited(*arguments: Any, **named: Any) -> Any:
-        limit_memory(extra_mib)
-        return collectives.collectives_of(*arguments, **named)
-
-    probe = [*PROBE, "adaptive_batching.memory_limit=8GiB", "max_steps_per_epoch=4"]
-    for name, overrides in {"fixed": ["batch_size=64"], "probed": probe}.items():
-        with mock.patch.object(session, "collectives_of", limited):
-            run("full", name, *SGD, *FEW, *overrides)
-        resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
-        if (run.directory / name / f"error_{RANK}.txt").exists():
-            sys.exit(3)  # the other rank may be anywhere: as in a launch of one recipe, the launcher ends it
-
-
 def runs_of_short_samples(run: Runner) -> None:
     """Runs of a model that gathers its output layer for each chunk of tokens, and what reads so few of them."""
     in_chunks = ["custom_sharded_layers=[tok_embeddings,output]"]
@@ -411,26 +353,25 @@ def runs_of_short_samples(run: Runner) -> None:
         run("full", "no_group", *clipped, "adaptive_batching.recover_from_oom=False")
 
     short = [*SGD, model("full"), ACCUMULATE, "batch_size=8"]
-    short += ["dataset._component_=tests.integration.short_samples.ShortSamples"]
-    run("full", "whole", *short, "loss._component_=tests.integration.faults.WholeCrossEntropy")
+    short += ["dataset._component_=tests.integration.random_tokens.short_samples"]
+    run("full", "whole", *short, "loss._component_=torch.nn.CrossEntropyLoss")
     with mock.patch.object(splitting, "FORWARD_COST", 4):  # so that these few tokens are split
-        for name, way in {"8": ["micro_batch_size=8"], "2": ["micro_batch_size=2"], "auto": BY_LENGTH}.items():
+        for name, way in {"2": ["micro_batch_size=2"], "auto": BY_LENGTH}.items():
             faults = [{**each, "call": 2, "fits": 1} for each in (ONE_FORWARD, ONE_BACKWARD)]
             run("full", f"cut_{name}", *short, *in_chunks, *way)
             with mock.patch.object(Probe, "find", all_fit):
                 run("full", f"cut_{name}_recovered", *short, *in_chunks, *way, faults=faults)
 
 
-UNEVEN = ["dataset._component_=tests.integration.uneven_samples.UnevenSamples", "tokenizer.max_seq_len=96"]
+UNEVEN = ["dataset._component_=tests.integration.random_tokens.uneven_samples", "tokenizer.max_seq_len=96"]
 SHARED = {
-    "full": [*UNEVEN, "dataset.samples=96"],
+    "full": [*UNEVEN, "dataset.samples=96", *VALIDATE, "run_val_every_n_steps=3"],
     "kd": UNEVEN,
     "lora_dpo": [samples(32), "tokenizer.max_seq_len=256"],
 }
 """Kinds of run whose ranks share out the samples of a step, and their data."""
 SAMPLES_OF_ALL = {"full": 8, "kd": 8, "lora_dpo": 4}
 """In a batch of all ranks, two of which make a step."""
-VALIDATED = {"full": [*VALIDATE, "run_val_every_n_steps=3"]}
 SHARED_FAULTS: list[Fault | None] = [
     None, {"where": "forward", "on": [0]}, {"where": "backward", "on": [1]}, {"where": "forward", "on": [0, 1]},
     {"where": "backward", "on": [0], "times": 2, "fits": 1}, None,
@@ -442,17 +383,6 @@ FAULTS_AFTER: list[Fault | None] = [
 """In the two steps after the fifth, on whichever rank samples of another run."""
 
 
-def fails_from_the_second_call_on(function: Callable[..., Any]) -> Callable[..., Any]:
-    calls = count(1)
-
-    def run(*arguments: Any) -> Any:
-        if next(calls) > 1:
-            raise TypeError(f"this sample has a bug in {function.__name__}")
-        return function(*arguments)
-
-    return run
-
-
 def all_fit(probe: Probe) -> StoredProbe:
     """Find, in place of a probe, that all samples of a step fit."""
     largest = probe.sizing.request.upper
@@ -462,64 +392,48 @@ def all_fit(probe: Probe) -> StoredProbe:
 
 def of_shared_steps(kind: str, num_ranks: int) -> list[str]:
     """Return the settings of a run in which so many ranks share out each step, always of the same samples."""
-    size = f"batch_size={SAMPLES_OF_ALL[kind] // num_ranks}"
-    return [*SGD, ACCUMULATE, *SHARED[kind], size, *VALIDATED.get(kind, ())]
+    return [*SGD, ACCUMULATE, *SHARED[kind], f"batch_size={SAMPLES_OF_ALL[kind] // num_ranks}"]
 
 
 def runs_that_are_shared_out(run: Runner) -> None:
-    """Each step by all ranks: undisturbed, after a failure, on from a checkpoint; and samples that cannot be sent."""
+    """Each step by both ranks: undisturbed, after a failure, on from a checkpoint; and one that loses a rank."""
     with mock.patch.object(Probe, "find", all_fit):
         for kind in SHARED:
-            common = [*of_shared_steps(kind, dist.get_world_size()), *BY_LENGTH]
+            common = [*of_shared_steps(kind, 2), *BY_LENGTH]
             run(kind, f"{kind}_shared", *common)
-            if dist.get_world_size() == 2:
-                run(kind, f"{kind}_drawn", *common, "adaptive_batching.balance_ranks=False")
-        if dist.get_world_size() == 2:
-            runs_of_two_that_are_shared_out(run)
-
-
-def runs_of_two_that_are_shared_out(run: Runner) -> None:
-    common = [*of_shared_steps("full", 2), *BY_LENGTH]
-    run("full", "padded", *common, "adaptive_batching.padding=True")
-    run("full", "recovered", *common, model("full"), faults=SHARED_FAULTS)
-    with mock.patch.object(sharing, "pickled", fails_from_the_second_call_on(sharing.pickled)):
-        run("full", "pickled", *common)
-    loads = fails_from_the_second_call_on(pickle.loads)
-    with mock.patch.object(sharing, "pickle", SimpleNamespace(**{**vars(pickle), "loads": loads})):
-        run("full", "loads", *common)
-    for kind, data in SHARED.items():
-        few = samples(48) if kind == "lora_dpo" else "dataset.samples=48"
-        faulty = model("full" if kind == "full" else "lora")
-        run_in_two(run, kind, *SGD, *data, few, *BY_LENGTH, faulty, faults=FAULTS_AFTER)
-    with mock.patch.object(sharing, "share_out", share_out if RANK == 0 else mock.Mock(side_effect=ZeroDivisionError)):
-        run("full", "lost", *common)
+        common = [*of_shared_steps("full", 2), *BY_LENGTH]
+        run("full", "drawn", *common, "adaptive_batching.balance_ranks=False")
+        run("full", "padded", *common, "adaptive_batching.padding=True")
+        run("full", "recovered", *common, model("full"), faults=SHARED_FAULTS)
+        few = [*SGD, *UNEVEN, "dataset.samples=48", *BY_LENGTH]
+        run_in_two(run, "full", *few, model("full"), faults=FAULTS_AFTER)
+        ends_on_one = share_out if RANK == 0 else mock.Mock(side_effect=ZeroDivisionError)
+        with mock.patch.object(sharing, "share_out", ends_on_one):
+            run("full", "lost", *common)
     sys.exit()  # the other rank has ended
 
 
 FailingCollective = tuple[str, str, int, list[int]]
 """Which kind, at what moment, which one of them, and on which ranks"""
-KNOWN = ("before", "inside", "after")
-"""Moments at which a rank knows whether the others get what they wait for."""
 SOME = [(1, [1]), (4, [0, 1]), (6, [0])]
-FAILING_COLLECTIVES: list[FailingCollective] = [
-    *((kind, moment, *each) for kind in ("gather", "scatter") for moment in KNOWN for each in SOME),
+KNOWN: list[FailingCollective] = [
+    (kind, moment, *each) for kind in ("gather", "scatter") for moment in ("before", "inside", "after") for each in SOME
+]
+"""Moments at which a rank knows whether the others get what they wait for: it recovers, from each in another step."""
+FATAL: list[FailingCollective] = [
     ("gather", "issued", 1, [1]), ("scatter", "waiting", 6, [0]), ("gather", "lost", 1, [1]),
     ("gather", "draining", 6, [0]), ("scatter", "recovering", 1, [1]),
 ]  # fmt: skip
+"""What ends a rank by what it does on another: each takes processes of its own."""
 
 
 def name_of(kind: str, moment: str, number: int, on: Sequence[int]) -> str:
     return f"{kind}_{moment}_{number}_{''.join(map(str, on))}"
 
 
-def known_cases() -> list[FailingCollective]:
-    """Return what ranks recover from: one case for each step of a run."""
-    return [case for case in FAILING_COLLECTIVES if case[1] in KNOWN]
-
-
 def fatal_cases(which: str) -> list[FailingCollective]:
-    """Return what ends a rank by what it does on another: each case takes processes of its own."""
-    return [case for case in FAILING_COLLECTIVES if which == "failing_collectives" and case[1] not in KNOWN]
+    """Return the cases of a launch that take processes of their own."""
+    return FATAL if which == "failing_collectives" else []
 
 
 def runs_of_failing_collectives(run: Runner, cases: list[FailingCollective], name: str = "recovered") -> None:
@@ -534,7 +448,6 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "as_stock": runs_as_stock,
     "split": runs_that_are_cut,
     "recovery": runs_that_recover,
-    "noise": runs_with_noise,
     "growth": runs_that_grow,
     "others": runs_of_other_recipes,
     "devices": runs_on_devices,
@@ -542,9 +455,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     "shared": runs_that_are_shared_out,
-    "shared_by_4": runs_that_are_shared_out,
-    "failing_collectives": partial(runs_of_failing_collectives, cases=known_cases()),
-    f"limit_{ONE_LIMIT}": partial(runs_under_a_real_limit, extra_mib=ONE_LIMIT),
+    "failing_collectives": partial(runs_of_failing_collectives, cases=KNOWN),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Launches of the recipes on two ranks, or four: which one a test looks at, and what its runs have left.
+"""Launches of the recipes on two ranks: which one a test looks at, and what its runs have left.
 
 The runs are in ``tests/integration/two_ranks.py``.
 """
@@ -25,7 +25,6 @@ def run_launch(which: str, inputs: Path, directory: Path) -> bool:
     for case in two_ranks.fatal_cases(which):
         start_ranks(two_ranks.run_launch, which, inputs, directory, case, folder=directory)
     how: dict[str, Any] = {"nodes": 1 + (which == "as_stock"), "forks": not which.startswith("devices"), "patience": 1}
-    how["size"] = 4 if which.endswith("_by_4") else 2
     return start_ranks(two_ranks.run_launch, which, inputs, directory, folder=directory, **how)
 
 
