@@ -90,11 +90,7 @@ def test_a_history_ends_where_an_allocation_failed() -> None:
         ([], "backward pass", None),
         ([LINEAR, SCRIPT], "train.py:7 main", "train.py:7 main"),
         ([LINEAR, frame(str(_without_chance.__file__)), SCRIPT], "train.py:7 main", "train.py:7 main"),
-        (
-            [LINEAR, frame(str(Path(TORCH).parent / "somewhere" / "model.py"), 3), SCRIPT],
-            "somewhere/model.py:3 f",
-            "train.py:7 main",
-        ),
+        ([LINEAR, MODEL, SCRIPT], "somewhere/model.py:3 f", "train.py:7 main"),
         ([LINEAR, frame("<string>"), LINEAR], "modules/linear.py:134 forward", None),
     ],
 )
@@ -135,9 +131,8 @@ def test_memory_that_no_label_names_is_told_by_who_asked_for_it(category: str, f
 def test_memory_that_no_label_names_is_told_by_its_size_and_time_as_well() -> None:
     assert category_of(WORKSPACE, LINEAR, SCRIPT) == category_of(WORKSPACE) == WORKSPACES
     assert category_of(WORKSPACE, LINEAR, SCRIPT, freed=7) == FORWARD
-    assert (
-        category_of(4 * KIB, MODEL, SCRIPT, moments=Moments(steps=[(4, 6)])) == STEP
-    )  # an optimizer of somebody's own
+    in_step = Moments(steps=[(4, 6)])
+    assert category_of(4 * KIB, MODEL, SCRIPT, moments=in_step) == STEP, "of an optimizer of somebody's own"
     assert category_of(4 * KIB, MODEL, SCRIPT, moments=Moments(steps=[(1, 2), (7, 9)])) == FORWARD
     assert category_of(4 * KIB, MODEL, SCRIPT, freed=9, moments=Moments(ends=[4, 8])) == KEPT
     assert category_of(4 * KIB, MODEL, SCRIPT, freed=7, moments=Moments(ends=[4, 8])) == FORWARD

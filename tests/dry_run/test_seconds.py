@@ -32,6 +32,8 @@ A100, H100, H200, RTX_4090 = (find_gpus(name)[0] for name in ("a100 80gb", "h100
 PRODUCT = Operation("product", "mm", 3 * 2 * 8192**2, 2 * 8192**3, "bfloat16", (8192, 8192, 8192), where="model.py:3")
 KERNEL = Operation("kernel", "gelu", 2**30, dtype="bfloat16", where="model.py:4")
 TINY = Operation("kernel", "add", 4096, dtype="float32", where="model.py:5")
+GATHER = Operation("collective", "_allgather_base_", 2**31, ranks=8)
+ARRIVAL, WAIT = Operation("arrival", "", ranks=0), Operation("wait", "item")
 
 
 def work(*operations: Operation) -> StepWork:
@@ -66,17 +68,8 @@ def test_small_kernels_take_as_long_as_the_host_takes_to_launch_them() -> None:
 
 
 def test_what_limits_a_step_adds_up_to_its_seconds_and_is_told_by_line() -> None:
-    gather = Operation("collective", "_allgather_base_", 2**32, ranks=8)
-    many = [
-        PRODUCT,
-        KERNEL,
-        *[TINY] * 300,
-        gather,
-        Operation("arrival", "", ranks=0),
-        KERNEL,
-        Operation("wait", "item"),
-    ]
-    step = seconds_of_step(work(*many), A100)
+    gather = replace(GATHER, bytes=2**32)
+    step = seconds_of_step(work(PRODUCT, KERNEL, *[TINY] * 300, gather, ARRIVAL, KERNEL, WAIT), A100)
     assert sum(step.limits.values()) == pytest.approx(step.seconds)
     assert set(step.limits) == {"products", "memory", "host", "communication"}
     assert step.lines["products"] == {"model.py:3": pytest.approx(step.limits["products"])}
@@ -84,27 +77,25 @@ def test_what_limits_a_step_adds_up_to_its_seconds_and_is_told_by_line() -> None
 
 
 def test_the_host_goes_on_only_after_the_device_where_it_waits() -> None:
-    many, wait = [KERNEL, *[TINY] * 100], Operation("wait", "item")
-    assert seconds(*many, wait) >= seconds(*many)
-    assert seconds(wait, *[KERNEL, wait, *[TINY] * 100]) > seconds(KERNEL, *[TINY] * 100)
+    many = [TINY] * 100
+    assert seconds(KERNEL, *many, WAIT) >= seconds(KERNEL, *many)
+    assert seconds(WAIT, KERNEL, WAIT, *many) > seconds(KERNEL, *many)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_collectives_are_hidden_where_the_card_is_busy_and_waited_for_where_it_needs_them(ranks: int) -> None:
-    gather = Operation("collective", "_allgather_base_", 2**31, ranks=ranks)
+    gather = replace(GATHER, ranks=ranks)
     alone, busy = seconds(gather), [KERNEL] * 400
     assert seconds(gather, *busy) < alone + seconds(*busy)
     assert seconds(gather, *busy) == pytest.approx(max(seconds(*busy), alone), rel=0.05)
-    waited = seconds(gather, Operation("arrival", "", ranks=0), *busy)
+    waited = seconds(gather, ARRIVAL, *busy)
     assert waited == pytest.approx(alone + seconds(*busy), rel=0.05)
     assert seconds(replace(gather, name="allreduce_")) > 1.5 * alone  # it is handed out again
     assert seconds(replace(gather, ranks=1)) < alone
 
 
 def test_a_reduction_begins_when_what_it_sums_is_there() -> None:
-    reduce = Operation("collective", "_reduce_scatter_base_", 2**31, ranks=8)
-    gather = replace(reduce, name="_allgather_base_")
-    assert seconds(KERNEL, KERNEL, reduce) > seconds(KERNEL, KERNEL, gather)
+    assert seconds(KERNEL, KERNEL, replace(GATHER, name="_reduce_scatter_base_")) > seconds(KERNEL, KERNEL, GATHER)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +174,8 @@ def write_record(folder: Path, steps: list[dict[str, Any]], **of_run: Any) -> Pa
 
 
 def test_a_record_tells_the_seconds_of_a_step_by_its_tokens_without_the_first_steps(tmp_path: Path) -> None:
-    first: list[dict[str, Any]] = [{"step": n, "seconds": 60.0, "padded_tokens": 1000} for n in (1, 2, 3)]
-    later: list[dict[str, Any]] = [
-        {"step": n, "seconds": 0.001 * n, "padded_tokens": n} for n in range(4, 9)
-    ]  # a millisecond for a token
+    first = [dict(step=n, seconds=60.0, padded_tokens=1000) for n in (1, 2, 3)]
+    later = [dict(step=n, seconds=0.001 * n, padded_tokens=n) for n in range(4, 9)]  # a millisecond for a token
     path = write_record(tmp_path, [*first, *later])
     assert seconds_of_record(path, tokens=4000) == pytest.approx(2.0)  # 2,000 on each of two devices
     assert seconds_of_record(path, tokens=0) == pytest.approx(0.006)

@@ -131,9 +131,8 @@ def test_kernels_that_are_compiled_at_run_time_run() -> None:
     z = torch.zeros(4, device="cuda", dtype=torch.complex64)
     torch.zeros(1, device="cuda", dtype=torch.complex64).exp()
     before = control.counters()
-    assert x.prod().shape == () and z.abs().shape == torch.gcd(integers, integers).shape == torch.lgamma(x).shape == (
-        4,
-    )
+    assert x.prod().shape == ()
+    assert all(each.shape == (4,) for each in (z.abs(), torch.gcd(integers, integers), torch.lgamma(x)))
     make: Any = torch.cuda.jiterator._create_jit_fn
     assert make("template <typename T> T twice(T x) { return x + x; }")(x).shape == (4,)
     source = 'extern "C" __global__ void add(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] += 1; }'
@@ -182,9 +181,8 @@ def test_decompositions_and_transforms_have_the_shapes_of_their_results(driver: 
     assert torch.dot(square[0], square[1]).shape == () == torch.vdot(square[0], square[1]).shape
     assert (torch.fft.fft(square) * 2j).shape == (5, 5)
     window = torch.hann_window(64, device="cuda")
-    assert torch.istft(
-        torch.stft(square.new_zeros(640), 64, window=window, return_complex=True), 64, window=window
-    ).shape == (640,)
+    spectrum = torch.stft(square.new_zeros(640), 64, window=window, return_complex=True)
+    assert torch.istft(spectrum, 64, window=window).shape == (640,)
     assert torch.fft.fft(torch.zeros(3, 64, device="cuda")).shape == (3, 64)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,34 +26,21 @@ LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of a layer's weights
 MODEL = f"""
 import torch
 from torch import nn
-def make(layers, width={WIDTH}):
+WIDTH = {WIDTH}
+def make(layers):
     with torch.device("cuda"):
-        return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
 """
-TRAIN = f"""
-{MODEL}
+TRAIN = """
 def main(layers=8, rows=64):
     model = make(layers)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for step in range(100):
-        loss = model(torch.randn(rows, {WIDTH}, device="cuda")).sum()
+        loss = model(torch.randn(rows, WIDTH, device="cuda")).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         print("step", step, flush=True)
-"""
-WARM_STEP = f"""
-{MODEL}
-model, rows = make(2), torch.randn(8, {WIDTH}, device="cuda")
-optimizer = torch.optim.Adam(model.parameters(), capturable=True)
-def step():
-    optimizer.zero_grad()
-    model(rows).sum().backward()
-    optimizer.step()
-side = torch.cuda.Stream()
-with torch.cuda.stream(side):
-    step()
-torch.cuda.synchronize()
 """
 
 
@@ -69,9 +55,9 @@ def start(arguments: list[str], folder: Path, **options: Any) -> subprocess.Pope
 
 
 def dry_run(folder: Path, *arguments: str, code: str | None = None) -> tuple[dict[str, Any], str]:
-    """Return the object that a dry run prints, of a script or of what is named, and what was said besides."""
+    """Return the object that a dry run prints, of a script after `MODEL` or of what is named, and what was said."""
     if code is not None:
-        (folder / "train.py").write_text(textwrap.dedent(code))
+        (folder / "train.py").write_text(MODEL + code)
         arguments = (*arguments, "--", "python", "train.py")
     process = start(["--json", *arguments], folder)
     printed, said = process.communicate(timeout=180)
@@ -101,6 +87,7 @@ def test_an_allocation_that_fails_is_named_with_its_line_and_what_held_the_memor
     found, _ = dry_run(tmp_path, "--memory", "600MiB", "--page", str(page), code=TRAIN + "main(layers=8, rows=10000)")
     assert found["fits"] is False and found["steps"] == 0
     failed = found["failed_allocation"]
+    assert not any(failed["causes"])
     assert 0 <= failed["asked_bytes"] - 4 * 10000 * WIDTH < 2 * MIB  # which torch's allocator rounds up to
     assert failed["step"] == 1 and not failed["in_backward"]
     assert failed["line"] == "train.py:13 main" and failed["stack"][0] == "modules/linear.py:134 forward"
@@ -116,7 +103,7 @@ def test_an_allocation_that_fails_in_the_backward_pass_is_named_with_the_line_th
 
 def test_torch_and_nvidia_smi_tell_a_card_by_the_name_that_its_driver_gives(tmp_path: Path) -> None:
     code = """
-import subprocess, torch
+import subprocess
 print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).name, sep="|")
 print(subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True))
 """
@@ -125,48 +112,41 @@ print(subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,n
     assert f"{name}|{name}\n{name}\n" in said
 
 
-@pytest.mark.parametrize(("gpu", "setting", "size"), [("B200", "", 32 * MIB), ("4090", ":4096:4", 16 * MIB)])
-def test_workspaces_of_cublas_are_named_whatever_their_size(gpu: str, setting: str, size: int, tmp_path: Path) -> None:
-    chosen = f"import os; os.environ['CUBLAS_WORKSPACE_CONFIG'] = '{setting}'\n" if setting else ""
-    found, _ = dry_run(tmp_path, "--gpu", gpu, "--steps", "2", code=chosen + TRAIN + "main(2)")
-    assert found["peak"]["categories"]["cuBLAS workspaces"] == 2 * size  # one of each thread that computes
+def test_workspaces_of_cublas_are_named_whatever_their_size(tmp_path: Path) -> None:
+    chosen = "import os\nos.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:4'\n"
+    found, _ = dry_run(tmp_path, "--gpu", "4090", "--steps", "2", code=chosen + TRAIN + "main(2)")
+    assert found["peak"]["categories"]["cuBLAS workspaces"] == 2 * 16 * MIB  # one of each thread that computes
 
 
 def test_what_a_script_survives_is_no_failure(tmp_path: Path) -> None:
-    code = (
-        TRAIN
-        + f"""
+    code = """
 try:
     torch.empty(10**12, device="cuda")
 except torch.OutOfMemoryError:
     torch.cuda.reset_peak_memory_stats()
-held = torch.empty(64 * {MIB}, dtype=torch.uint8, device="cuda")
+held = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
 del held
 torch.cuda.reset_peak_memory_stats()
 main(layers=1)
 """
-    )
-    found, _ = dry_run(tmp_path, "--memory", "24", "--steps", "2", code=code)
+    found, _ = dry_run(tmp_path, "--memory", "24", "--steps", "2", code=TRAIN + code)
     assert (found["fits"], found["steps"], found["out_of_memory_survived"]) == (True, 2, 1)
     assert found["peak_allocated_bytes"] >= 64 * MIB  # though the script has forgotten it
 
 
 def test_an_optimizer_for_each_parameter_and_workers_that_load_data_are_steps_and_no_more(tmp_path: Path) -> None:
-    code = (
-        MODEL
-        + f"""
+    code = """
 from torch.utils.data import DataLoader, TensorDataset
 if __name__ == "__main__":
     model = make(4)
-    of = {{p: torch.optim.AdamW([p]) for p in model.parameters()}}
+    of = {p: torch.optim.AdamW([p]) for p in model.parameters()}
     for p in of:
         p.register_post_accumulate_grad_hook(lambda p: (of[p].step(), of[p].zero_grad()) and None)
-    loader = DataLoader(TensorDataset(torch.randn(100, {WIDTH})), batch_size=10, num_workers=2, pin_memory=True)
+    loader = DataLoader(TensorDataset(torch.randn(100, WIDTH)), batch_size=10, num_workers=2, pin_memory=True)
     for (batch,) in loader:
         print("batch", flush=True)
         model(batch.cuda(non_blocking=True)).sum().backward()
 """
-    )
     found, said = dry_run(tmp_path, "--memory", "24", code=code)
     assert (found["fits"], found["steps"], said.count("batch")) == (True, 3, 3)
     kinds = found["peak"]["categories"]
@@ -174,9 +154,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_train_together_and_the_one_that_fails_is_named(tmp_path: Path) -> None:
-    code = (
-        MODEL
-        + f"""
+    code = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("nccl")
@@ -185,31 +163,26 @@ model = DistributedDataParallel(make(4).to(rank))
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(9):
     rows = 10**6 if rank == 1 and step == 1 else 8
-    model(torch.randn(rows, {WIDTH}, device="cuda")).sum().backward()
+    model(torch.randn(rows, WIDTH, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
-    )
-    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "train.py").write_text(MODEL + code)
     launch = ["--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
     found, _ = dry_run(tmp_path, "--memory", "80", *launch)
     assert (found["fits"], found["steps"], found["processes"]) == (True, 3, 2)
     assert found["asked_of_device"]["collectives"] >= 1 and found["peak"]["categories"]["DDP buckets"] >= 4 * LAYER
     found, _ = dry_run(tmp_path, "--memory", "4", "--devices", "2", *launch)
     assert found["fits"] is False and found["failed_allocation"]["step"] == 2
-    assert found["failed_allocation"]["line"] == "train.py:16 <module>"
+    assert found["failed_allocation"]["line"] == "train.py:17 <module>"
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("1 / 0", "the card's memory: ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(3)", "exit code 3, but not for want of the card's memory"),
         ("import torch; torch.zeros(1).cuda(); 1 / 0", "the card's memory: ZeroDivisionError: division by zero"),
         ("import torch; torch.empty(2**55)", "because the host ran out of memory"),
-        ("pass", "no process of the command used a CUDA device"),
         ("import torch, os; torch.zeros(1).cuda(); os.kill(os.getpid(), 9)", "the host ran out of memory"),
-        ("import torch, os; torch.zeros(1).cuda(); os.abort()", "signal 6 (SIGABRT)"),
     ],
 )
 def test_a_script_that_ends_for_reasons_of_its_own_is_told_from_one_that_does_not_fit(
@@ -231,12 +204,11 @@ def test_of_a_launcher_s_script_that_never_imports_torch_the_error_is_the_script
 def ends(*lines: str, optimizer: str = "AdamW") -> str:
     """Return a script of at most two steps, with such lines in its loop."""
     return f"""
-{MODEL}
 model = make(2)
 optimizer = torch.optim.{optimizer}(model.parameters())
 def compute():
     optimizer.zero_grad()
-    loss = model(torch.randn(8, {WIDTH}, device="cuda")).pow(2).mean()
+    loss = model(torch.randn(8, WIDTH, device="cuda")).pow(2).mean()
     loss.backward()
     return loss
 for step in range(2):
@@ -252,11 +224,10 @@ for step in range(2):
             ends("loss = compute().item()", "if loss: optimizer.step()"),
             "the optimizer has taken no step (AdamW, train.py:10 <module>)", "train.py:18",
         ),
-        (ends("compute()", "if step == 8: optimizer.step()"), "the optimizer has taken no step", None),
         (ends("value = compute().item()", "optimizer.step()", "if value < 1: break"), "of a value", "train.py:19"),
         (ends("print(compute().item())", "optimizer.step()", "if step > 8: break"), None, None),
     ],
-    ids=["converges", "skips", "accumulates", "breaks", "ends"],
+    ids=["converges", "skips", "breaks", "ends"],
 )  # fmt: skip
 def test_what_trains_on_nothing_is_never_said_to_fit(
     code: str, why: str | None, condition: str | None, tmp_path: Path
@@ -267,9 +238,7 @@ def test_what_trains_on_nothing_is_never_said_to_fit(
 
 
 def test_a_callback_that_ends_training_for_want_of_progress_is_named(tmp_path: Path) -> None:
-    code = (
-        MODEL
-        + """
+    code = """
 from types import SimpleNamespace
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 model = make(2)
@@ -281,47 +250,38 @@ while not control.should_training_stop:
     loss.backward()
     optimizer.step()
     early.on_evaluate(args, state, control, metrics={"eval_loss": 0.0})
-""".replace("WIDTH", str(WIDTH))
-    )
+"""
     found, _ = dry_run(tmp_path, "--memory", "24", code=code)
     assert (found["fits"], found["steps"]) == (None, 1)
-    assert found["ended_by"] == "EarlyStoppingCallback, train.py:18 <module>"
+    assert found["ended_by"] == "EarlyStoppingCallback, train.py:19 <module>"
 
 
 def test_a_script_with_an_optimizer_of_its_own_is_stopped_after_as_many_backward_passes(tmp_path: Path) -> None:
-    code = (
-        MODEL
-        + f"""
+    code = """
 model = make(2)
 while True:
-    model(torch.randn(8, {WIDTH}, device="cuda")).sum().backward()
+    model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
     for p in model.parameters():
         p.grad = None
 """
-    )
     found, _ = dry_run(tmp_path, "--memory", "24", code=code)
     assert (found["fits"], found["steps"], found["backward_passes"]) == (True, 0, 3)
 
 
 def test_a_script_that_takes_no_step_is_stopped_in_time_and_its_peak_is_told(tmp_path: Path) -> None:
-    code = MODEL + "import time\nmodel = make(2)\ntime.sleep(300)"
+    code = "import time\nmodel = make(2)\ntime.sleep(300)"
     found, _ = dry_run(tmp_path, "--memory", "24", "--max-seconds", "8", code=code)
     assert found["fits"] is None and "no step in 8 s" in found["why"] and found["peak_allocated_bytes"] >= 2 * LAYER
 
 
-def test_the_whole_script_runs_if_asked_for_and_what_was_not_run_is_said_if_not(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN.replace("range(100)", "range(4)") + "main()\nmake(200)\n")
-    found, said = dry_run(tmp_path, "--memory", "24", "--whole", "--", "python", "train.py")
+def test_the_whole_script_runs_if_asked_for(tmp_path: Path) -> None:
+    code = TRAIN.replace("range(100)", "range(4)") + "main()\nmake(200)\n"
+    found, said = dry_run(tmp_path, "--memory", "24", "--whole", code=code)
     assert (found["fits"], found["steps"]) == (True, 4) and said.count("step ") == 4
     assert found["peak_allocated_bytes"] > 200 * LAYER
-    process = start(["--memory", "24", "--", "python", "train.py"], tmp_path)
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "not run" in printed and "--whole" in printed
 
 
-LONGER = (
-    MODEL
-    + """
+LONGER = """
 from torch.utils.data import DataLoader
 class Model(nn.Module):
     def __init__(self):
@@ -341,10 +301,7 @@ for batch in DataLoader([20000 if n == 13 else 8 for n in range(40)], batch_size
     model(**{name: x.cuda() for name, x in batch.items()}).backward()
     optimizer.step()
 """
-)
-LEAK = (
-    MODEL
-    + """
+LEAK = """
 model = make(2)
 optimizer, total = torch.optim.SGD(model.parameters(), lr=0.1), 0
 for step in range(100):
@@ -353,10 +310,7 @@ for step in range(100):
     loss.backward(retain_graph=True)
     optimizer.step()
 """
-)
-PIECES = (
-    MODEL
-    + """
+PIECES = """
 model = make(2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
@@ -366,7 +320,6 @@ for step in range(3):
     held = held[::2]
     torch.empty(60 * 2**20, dtype=torch.uint8, device="cuda")
 """
-)
 
 
 @pytest.mark.parametrize(
@@ -375,51 +328,29 @@ for step in range(3):
         (LONGER, "800MiB", "rows is [4, 20000, 1024], and was at most [4, 8, 1024] in the steps before: number 13 of"),
         (LEAK, "900MiB", "more in use than step 3, and each since"),
         (PIECES, "780MiB", "more is unused but scattered"),
-        (TRAIN + "main(layers=8, rows=10000)", "600MiB", None),
     ],
-    ids=["longer", "leak", "pieces", "none"],
+    ids=["longer", "leak", "pieces"],
 )
-def test_why_memory_ran_out_is_told_where_it_is_clear(
-    code: str, memory: str, because: str | None, tmp_path: Path
-) -> None:
-    found, _ = dry_run(tmp_path, "--memory", memory, "--steps", "90", code=code.replace("WIDTH", str(WIDTH)))
-    causes = [cause for cause in found["failed_allocation"]["causes"] if cause is not None]
-    assert found["fits"] is False and len(causes) == (because is not None)
-    assert because is None or because in causes[0]
+def test_why_memory_ran_out_is_told_where_it_is_clear(code: str, memory: str, because: str, tmp_path: Path) -> None:
+    found, _ = dry_run(tmp_path, "--memory", memory, "--steps", "90", code=code)
+    [cause] = [cause for cause in found["failed_allocation"]["causes"] if cause is not None]
+    assert found["fits"] is False and because in cause
 
 
-def test_steps_in_a_graph_are_counted_when_it_is_replayed(tmp_path: Path) -> None:
-    code = f"""{WARM_STEP}
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    step()
-for number in range(100):
-    graph.replay()
-    print("replayed", flush=True)
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Signals, tmp_path: Path) -> None:
+    """Also where a shell has started it in the background, with interrupts ignored, as here."""
+    code = """
+import subprocess, time, torch
+torch.zeros(2**20, device="cuda")
+child = subprocess.Popen(["sleep", "300"])
+print(child.pid, flush=True)
+time.sleep(300)
 """
-    found, said = dry_run(tmp_path, "--memory", "24", code=code)
-    assert (found["fits"], found["steps"], said.count("replayed")) == (True, 3, 1)
-    assert found["asked_of_device"]["products"] == 3 * 2 - 1
-
-
-@pytest.mark.parametrize(("by", "before"), [
-    (signal.SIGINT, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN),
-])  # fmt: skip
-def test_an_interrupt_ends_the_script_and_all_that_it_has_started(
-    by: signal.Signals, before: signal.Handlers, tmp_path: Path
-) -> None:
-    """Also where a shell has started it in the background, with interrupts ignored."""
-    code = f"""
-    import subprocess, time, torch
-    torch.zeros({MIB}, device="cuda")
-    child = subprocess.Popen(["sleep", "300"])
-    print(child.pid, flush=True)
-    time.sleep(300)
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(code))
+    (tmp_path / "train.py").write_text(code)
     process = start(
         ["--memory", "24", "--", "python", "train.py"], tmp_path,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )  # fmt: skip
     assert process.stdout is not None
     child = int(process.stdout.readline())

@@ -10,16 +10,24 @@ import pytest
 
 from adaptive_batching._gpus import find_gpus
 from adaptive_batching._step_time.seconds import CONSTANTS, sustained
-from tests.emulated.test_dry_run import MODEL, TRAIN, WARM_STEP, WIDTH, dry_run, start
+from tests.emulated.test_dry_run import MODEL, TRAIN, WIDTH, dry_run, start
 
 ROWS = 8192
 LINEAR = 2 * ROWS * WIDTH * WIDTH  # operations of a layer's forward pass
 SCRIPT = f"{TRAIN}\nmain(layers=8, rows={ROWS})"
-BIG = SCRIPT.replace("foreach=False", "fused=True").replace(
-    "return nn", "torch.set_default_dtype(torch.bfloat16); return nn"
-)
+BIG = "torch.set_default_dtype(torch.bfloat16)\n" + SCRIPT.replace("foreach=False", "fused=True")
 OF_MEMORY = ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "retries", "steps", "peak")
-GRAPH = f"""{WARM_STEP}
+GRAPH = """
+model, rows = make(2), torch.randn(8, WIDTH, device="cuda")
+optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+def step():
+    optimizer.zero_grad()
+    model(rows).sum().backward()
+    optimizer.step()
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    step()
+torch.cuda.synchronize()
 run = step
 if GRAPH:
     graph = torch.cuda.CUDAGraph()
@@ -28,6 +36,7 @@ if GRAPH:
     run = graph.replay
 for number in range(100):
     run()
+    print("ran", flush=True)
 """
 
 
@@ -45,9 +54,8 @@ def test_a_step_takes_what_its_products_take_and_is_told_by_the_lines_that_ask(t
     share = time["limits"]["matrix products"]
     assert least < share * time["seconds_per_step"] < 1.2 * least
     [line] = time["lines"]["matrix products"]
-    assert line["where"] == "train.py:13 main" and line["seconds"] == pytest.approx(
-        share * time["seconds_per_step"], rel=0.01
-    )
+    assert line["where"] == "train.py:13 main"
+    assert line["seconds"] == pytest.approx(share * time["seconds_per_step"], rel=0.01)
     assert "train.py:15 main" in [line["where"] for line in time["lines"]["memory traffic"]]  # the optimizer
     assert (time["samples_per_step"], time["tokens_per_step"], time["devices"]) == (ROWS, 0, 1)
     assert time["hours"] == pytest.approx(9000 * time["seconds_per_step"] / 3600)
@@ -63,7 +71,9 @@ def test_memory_is_told_as_where_no_time_is(timed: dict[str, Any], tmp_path: Pat
 def test_a_graph_asks_for_what_it_has_captured_each_time_that_it_is_replayed(tmp_path: Path) -> None:
     times = {}
     for name in ("True", "False"):
-        found, _ = dry_run(tmp_path, "--gpu", "4090", code=GRAPH.replace("GRAPH", name))
+        found, said = dry_run(tmp_path, "--gpu", "4090", code=GRAPH.replace("GRAPH", name))
+        assert (found["fits"], found["steps"], said.count("ran")) == (True, 3, 2)
+        assert found["asked_of_device"]["products"] == 3 * 2 - 1
         times[name] = found["time"]["seconds_per_step"] * (1 - found["time"]["limits"].get("launches on the host", 0))
     assert times["True"] == pytest.approx(times["False"], rel=0.1)
 
@@ -78,13 +88,13 @@ def test_however_the_step_ends_in_which_work_is_noted_the_answer_stands(code: st
 
 
 def test_an_optimizer_in_the_backward_pass_ends_the_step_that_is_noted(tmp_path: Path) -> None:
-    code = f"""{MODEL}
+    code = f"""
 model = make(4)
 of = {{p: torch.optim.AdamW([p]) for p in model.parameters()}}
 for p in of:
     p.register_post_accumulate_grad_hook(lambda p: (of[p].step(), of[p].zero_grad()) and None)
 for step in range(100):
-    model(torch.randn({ROWS}, {WIDTH}, device="cuda")).sum().backward()
+    model(torch.randn({ROWS}, WIDTH, device="cuda")).sum().backward()
 """
     found, _ = dry_run(tmp_path, "--gpu", "4090", code=code)
     products = found["time"]["limits"]["matrix products"] * found["time"]["seconds_per_step"]
@@ -94,7 +104,7 @@ for step in range(100):
 
 def test_cards_and_sizes_are_compared(tmp_path: Path) -> None:
     code = "import sys\n" + BIG.replace(f"rows={ROWS}", "rows=int(sys.argv[1])")
-    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "train.py").write_text(MODEL + code)
     command = ["--", "python", "train.py"]
     found, _ = dry_runs(tmp_path, "--gpu", "4090", "--gpu", "H100", "--price", "0.4", "--price", "9", *command, "4096")
     assert [run["name"] for run in found["runs"]] == ["RTX 4090", "H100"]

@@ -19,7 +19,7 @@ from adaptive_batching.torchtune import AdaptiveBatching, Watcher
 
 GIB = 2**30
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
-LEFT = {12: 11.1, 24: 22.9, 80: 77.5}  # of cards by their GiB, those that are left to training
+LEFT = {12: 11.1, 24: 22.9}  # of cards by their GiB, those that are left to training
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 2e-5}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LoRA": ("lora_finetune_single_device", "llama3_2/1B_lora_single_device", {}),
@@ -107,7 +107,7 @@ def within(kind: str, llama: Path, folder: Path, batch_size: int, limit: int, **
 
 @pytest.mark.parametrize(
     ("kind", "card", "segments"),
-    [("LoRA", 12, False), ("LoRA", 24, True), ("full", 24, False), ("full", 24, True), ("full", 80, False)],
+    [("LoRA", 12, False), ("full", 24, True)],
     indirect=["segments"],
 )
 def test_the_answer_trains_on_without_a_retry_and_one_sample_more_does_not(
@@ -144,7 +144,7 @@ def test_lengths_that_vary_strain_the_allocator_in_few_steps_at_the_answer(llama
     data = {"_component_": "tests.emulated.samples.Samples", "samples": 2000, "tokens": 1024, "varies": True}
     found = probed("LoRA", llama_1b, tmp_path / "probed", dataset=data)
     answer, budget = found.probe["batch_size"], found.probe["budget_bytes"]
-    varied = within("LoRA", llama_1b, tmp_path / "varied", answer, budget, dataset=data, max_steps_per_epoch=60)
+    varied = within("LoRA", llama_1b, tmp_path / "varied", answer, budget, dataset=data, max_steps_per_epoch=30)
     assert sum(map(bool, varied.retries)) <= 3
     assert varied.recoveries <= 2, "a batch that is longer than those before meets a cache that was split for them"
 
