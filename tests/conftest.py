@@ -93,18 +93,23 @@ def made_once(directory: Path) -> Iterator[bool]:
         done.touch()
 
 
-@pytest.fixture(scope="session")
-def inputs(shared: Path) -> Path:
-    """A directory with real text, a tokenizer trained on it, tiny models: one, a teacher, a ``WIDE`` one."""
+def make_inputs(folder: Path) -> None:
+    """Fill a directory with real text, a tokenizer trained on it, tiny models: one, a teacher, a ``WIDE`` one."""
     from adaptive_batching._torchtune.cli.quickstart import Architecture, build, build_model, save_checkpoint
 
+    small = Architecture(**ARCHITECTURE)
+    build(folder, architecture=small)
+    save_checkpoint(build_model(small, seed=1), folder / "teacher", small)
+    wide = replace(small, embed_dim=128, intermediate_dim=256)
+    save_checkpoint(build_model(wide, seed=0), folder / "wide", wide)
+
+
+@pytest.fixture(scope="session")
+def inputs(shared: Path) -> Path:
+    """What :func:`make_inputs` makes."""
     with made_once(shared / "small") as missing:
         if missing:
-            small = Architecture(**ARCHITECTURE)
-            build(shared / "small", architecture=small)
-            save_checkpoint(build_model(small, seed=1), shared / "small" / "teacher", small)
-            wide = replace(small, embed_dim=128, intermediate_dim=256)
-            save_checkpoint(build_model(wide, seed=0), shared / "small" / "wide", wide)
+            make_inputs(shared / "small")
     return shared / "small"
 
 

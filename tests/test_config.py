@@ -71,11 +71,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory_limit", "lots", "is not a memory size; write 24GiB, 90% or bytes"),
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
     ("memory_limit", "4B", "is 4 bytes, which leaves no memory for training; write how much it may use, such as 40GiB"),
-    (
-        "memory_limit",
-        "500KB",
-        "is 500000 bytes, which leaves no memory for training; write how much it may use, such as",
-    ),
+    ("memory_limit", "500KB", "is 500000 bytes, which leaves no memory for training"),
     ("headroom", "lots", "is not a memory size"),
     ("headroom", "300%", "is more than the whole device"),
     *(("headroom", value, "keeps 100 % of the device free; write less") for value in ("100%", 1.0)),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batching._evidence import (
-    GradientSketch,
-    error_of_sum,
-    gradient_error,
-    in_groups,
-    perturbed,
-)
+from adaptive_batching._evidence import GradientSketch, error_of_sum, gradient_error, in_groups, perturbed
 from adaptive_batching._without_chance import WithoutChance
 
 
@@ -150,6 +145,11 @@ def test_gradients_that_cannot_be_compared_tell_nothing() -> None:
     assert gradient_error(parameters, leave(1.0), leave(math.nan), lambda: None) == (2.0, 1e-4), "in parts alone"
 
 
+def run_backward(parameter: nn.Parameter) -> bool:
+    parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+    return True
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.0])  # which is zero where it warms up
 def test_an_optimizer_within_backward_shows_also_where_it_leaves_no_gradient(rate: float) -> None:
     parameter = nn.Parameter(torch.ones(3))
@@ -162,16 +162,10 @@ def test_an_optimizer_within_backward_shows_also_where_it_leaves_no_gradient(rat
     def start_over() -> None:
         parameter.grad = None
 
-    def run() -> bool:
-        parameter.square().sum().backward()  # type: ignore[no-untyped-call]
-        return True
-
-    def run_without_targets() -> bool:
-        return True
-
+    run = partial(run_backward, parameter)
     assert gradient_error([parameter], run, run, start_over) == (0.0, 1e-4)
     logs = parameter.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
-    for runs in (run, run_without_targets):
+    for runs in (run, lambda: True):  # as a batch without targets does
         assert gradient_error([parameter], runs, runs, start_over) == (0.0, 1e-4), "a hook that only looks"
     logs.remove()
     parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
@@ -186,7 +180,7 @@ def test_a_run_that_changes_what_is_trained_and_leaves_its_gradient_is_found_out
         parameter.grad = None
 
     def run() -> bool:
-        parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+        run_backward(parameter)
         parameter.data.clamp_(max=0.5)
         return True
 

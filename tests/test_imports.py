@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -75,9 +76,9 @@ def name_of(path: Path) -> str:
 
 def imported(path: Path, *, at_once: bool = False) -> set[str]:
     """Modules that ``path`` imports; ``at_once`` leaves aside what functions import."""
-    tree = ast.parse(path.read_text())
+    tree = house.trees()[path.relative_to(ROOT)]
     names = set()
-    for node in tree.body if at_once else ast.walk(tree):
+    for node in house.at_load(tree) if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -147,59 +148,69 @@ def test_what_records_a_trace_is_imported_by_itself_alone_until_a_trace_is_made(
     assert PACKAGE / "_torchtune" in path.parents or "torchtune" not in roots(path), "imported in one place only"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        # the package imports nothing that records a trace
-        "import sys, adaptive_batching.torchtune; sys.exit('torch' not in sys.modules or any(\n"
-        f"    name.removeprefix('adaptive_batching._').replace('.', '/') in {RECORDS} for name in sys.modules))",
-        # neither it nor what its own names are defined in imports torch before one is asked for
-        "import sys, adaptive_batching; from adaptive_batching import growth; growth.step()\n"
-        "sys.exit('torch' in sys.modules or adaptive_batching.AdaptiveStep.__name__ not in dir(adaptive_batching))",
-    ],
-    ids=["trace", "names"],
-)
-def test_importing_the_package_imports_no_more_than_it_needs(code: str) -> None:
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("arguments", ["--version", "--help", "report --help", "ls --json", "cp llama3_2/1B_lora no/x"])
-def test_a_command_that_needs_no_torch_imports_none(arguments: str) -> None:
-    code = (
-        f"import sys, adaptive_batching.__main__ as cli; sys.argv[1:] = {arguments.split()}\ntry: cli.main()\n"
-        "except SystemExit: pass\nsys.exit(bool({'torch', 'torchtune', 'omegaconf', 'numpy'} & {*sys.modules}))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-WITHOUT_TORCHTUNE = """
-import importlib.machinery, sys
+IN_FORKS = """
+import importlib.machinery, json, os, sys
+import adaptive_batching
+import adaptive_batching.__main__ as cli
+adaptive_batching.growth.step()
 find = importlib.machinery.PathFinder.find_spec
-importlib.machinery.PathFinder.find_spec = lambda name, *rest: None if name == "torchtune" else find(name, *rest)
-sys.argv[1:] = sys.argv[1].split()
-from adaptive_batching.__main__ import main
-main()
+ended = []
+for number, (arguments, hidden) in enumerate(json.loads(sys.argv[1])):
+    if arguments == "env":
+        import torch
+    if not os.fork():
+        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        importlib.machinery.PathFinder.find_spec = lambda name, *rest: None if name == hidden else find(name, *rest)
+        sys.argv[1:] = arguments.split()
+        try:
+            sys.exit(cli.main())
+        finally:
+            print("Imported", *sys.modules, flush=True)
+    ended.append(os.waitstatus_to_exitcode(os.wait()[1]))
+print(json.dumps(ended))
 """
+NEED_NO_TORCH = ["--version", "--help", "report --help", "ls --json", "cp llama3_2/1B_lora no/x"]
+WITHOUT_TORCHTUNE = [
+    ("--version", 0, "adaptive-batching 0"),
+    ("--help", 0, "validate"),
+    ("report --help", 0, "Make the page"),
+    ("ls", 2, "torchtune, which has the recipes and configs, is not installed; pip install"),
+    ("env", 0, "recovery:"),
+    ("run x", 2, "error: run needs torchtune's recipes, but torchtune is not installed; pip install"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        ("--version", 0, "adaptive-batching 0"),
-        ("--help", 0, "validate"),
-        ("report --help", 0, "Make the page"),
-        ("env", 0, "recovery:"),
-        ("ls", 2, "torchtune, which has the recipes and configs, is not installed; pip install"),
-        ("run x", 2, "error: run needs torchtune's recipes, but torchtune is not installed; pip install"),
-    ],
-)
-def test_what_works_without_torchtune_and_what_says_that_it_is_missing(arguments: str, status: int, said: str) -> None:
-    command = [sys.executable, "-c", WITHOUT_TORCHTUNE, arguments]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
-    assert said in done.stdout + done.stderr
+Ran = dict[tuple[str, str], tuple[int, str, set[str]]]
 
 
-def test_no_two_files_share_a_name_and_none_import_each_other_in_a_circle() -> None:
-    found = house.count()
-    assert (found["twin_names"], found["cycles"], found["retry_loops"]) == (0, 0, 1)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """How each command ended, without a module, what it said and what was imported, in a fork of a new process."""
+    runs = [*((each, "") for each in NEED_NO_TORCH), *((each, "torchtune") for each, *_ in WITHOUT_TORCHTUNE)]
+    folder = tmp_path_factory.mktemp("commands")
+    command = [sys.executable, "-c", IN_FORKS, json.dumps(runs), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    told = [(folder / str(number)).read_text().rpartition("Imported") for number in range(len(runs))]
+    found = zip(runs, json.loads(done.stdout), told, strict=True)
+    return {run: (status, said, set(modules.split())) for run, status, (said, _, modules) in found}
+
+
+@pytest.mark.parametrize("arguments", NEED_NO_TORCH)
+def test_importing_the_package_and_a_command_that_needs_no_torch_import_none(arguments: str, ran: Ran) -> None:
+    _, said, modules = ran[arguments, ""]
+    assert "Traceback" not in said and "adaptive_batching._growth.schedules" in modules
+    assert not {"torch", "torchtune", "omegaconf", "numpy"} & modules
+
+
+@pytest.mark.parametrize(("arguments", "status", "said"), WITHOUT_TORCHTUNE)
+def test_what_works_without_torchtune_and_what_says_that_it_is_missing(
+    arguments: str, status: int, said: str, ran: Ran
+) -> None:
+    ended, output, _ = ran[arguments, "torchtune"]
+    assert (ended, "Traceback" in output) == (status, False), output
+    assert said in output
+
+
+def test_no_two_files_share_a_name_none_import_each_other_in_a_circle_and_one_loop_retries() -> None:
+    assert (house.twin_names(), house.cycles(), len(house.retry_loops())) == ([], [], 1)

@@ -31,8 +31,7 @@ freeze_count = gc.get_freeze_count  # before a fixture replaces it
 
 
 def test_every_private_name_in_use_is_listed_and_no_other() -> None:
-    paths = house.files_of(house.PACKAGE)
-    used = {name for path in paths for name in house.private_names(ast.parse((ROOT / path).read_text()))}
+    used = {name for tree in house.trees().values() for name in house.private_names(tree)}
     assert used - {"torch.nn.modules.batchnorm._BatchNorm"} <= {*PRIVATE}
     assert {*PRIVATE} - used <= {"torch.nn.modules.batchnorm._BatchNorm"}, "reached by torch.nn"
 
@@ -102,19 +101,17 @@ def test_without_any_of_torch_s_private_names_the_package_is_imported_and_a_prob
     assert [*found] == names
     said = [name for name, line in found.items() if "measured by real steps" in line]
     always = (
-        "torch._subclasses",
-        "torch.utils._python_dispatch",
-        "torch.utils._pytree.tree_unflatten",
+        "torch._subclasses", "torch.utils._python_dispatch", "torch.utils._pytree.tree_unflatten",
         "torch._C._current_graph",
-    )
+    )  # fmt: skip
     assert {name for name in names if name.startswith(always)} <= {*said}
 
 
 def test_every_function_of_torchtune_that_is_replaced_by_name_is_listed() -> None:
     named = {
         f"torchtune.training.{keyword.arg}"
-        for path in house.files_of(house.PACKAGE)
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for tree in house.trees().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replaced_in_torchtune"
         for keyword in node.keywords
         if keyword.arg is not None

@@ -62,19 +62,15 @@ def test_several_devices_have_buffers_of_nccl() -> None:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        *((name, ["RTX 4090"]) for name in ("RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090", "4090 24GB")),
+        *((name, ["RTX 4090"]) for name in ("rtx4090", "4090", "NVIDIA GeForce RTX 4090", "4090 24GB")),
         *((name, ["H100"]) for name in ("h100", "h100 80gb", "NVIDIA H100 80GB HBM3", "H100 PCIe")),
         *((name, ["A100-80GB"]) for name in ("a100-80gb", "A100 80GB PCIe", "NVIDIA A100-SXM4-80GB")),
-        ("a100", ["A100-40GB", "A100-80GB"]), ("Tesla V100-SXM2-16GB", ["V100-16GB"]), ("t4", ["T4"]),
-        ("RTX 3060 12GB", ["RTX 3060"]), ("rtx3060-12g", ["RTX 3060"]), ("3090 Ti", ["RTX 3090 Ti"]),
-        ("4080", ["RTX 4080"]), ("RTX 4080 SUPER", ["RTX 4080 Super"]), ("L40", ["L40"]), ("A100-40", ["A100-40GB"]),
+        ("a100", ["A100-40GB", "A100-80GB"]), ("A100-40", ["A100-40GB"]), ("Tesla V100-SXM2-16GB", ["V100-16GB"]),
+        ("rtx3060-12g", ["RTX 3060"]), ("4080", ["RTX 4080"]), ("RTX 4080 SUPER", ["RTX 4080 Super"]),
         ("NVIDIA RTX 6000 Ada Generation", ["RTX 6000 Ada"]), ("Quadro RTX 6000", ["Quadro RTX 6000"]),
-        ("H20", ["H20"]), ("V100", ["V100-16GB", "V100-32GB"]), ("v100 32", ["V100-32GB"]), ("A5000", ["A5000"]),
-        ("RTX 2080 Ti", ["RTX 2080 Ti"]), ("3080 12GB", ["RTX 3080-12GB"]), ("4060 Ti 16GB", ["RTX 4060 Ti-16GB"]),
-        ("H100 NVL 94GB", ["H100 NVL"]), ("A800 80GB", ["A800"]), ("5070 Ti", ["RTX 5070 Ti"]),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", ["RTX PRO 6000"]), ("GH200", ["GH200"]),
-        ("A10", ["A10"]), ("A10G", ["A10G"]), ("RTX A6000", ["A6000"]), ("NVIDIA L40S", ["L40S"]),
-        ("h200 141gb", ["H200"]),
+        ("v100 32", ["V100-32GB"]), ("3080 12GB", ["RTX 3080-12GB"]), ("4060 Ti 16GB", ["RTX 4060 Ti-16GB"]),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", ["RTX PRO 6000"]), ("H100 NVL 94GB", ["H100 NVL"]),
+        ("A10", ["A10"]), ("L40", ["L40"]), ("RTX A6000", ["A6000"]), ("A800 80GB", ["A800"]),
     ],
 )  # fmt: skip
 def test_gpus_are_found_however_they_are_spelled(name: str, found: list[str]) -> None:

@@ -108,14 +108,8 @@ def described(value: Any, seen: set[int] | None = None) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, torch.Tensor):
-        return (
-            "tensor",
-            tuple(value.shape),
-            value.dtype,
-            value.requires_grad,
-            str(value.detach().tolist()),
-            type(value).__name__,
-        )
+        numbers = str(value.detach().tolist())
+        return type(value).__name__, tuple(value.shape), value.dtype, value.requires_grad, numbers
     if isinstance(value, np.ndarray):
         return "array", value.tolist()
     if isinstance(value, torch.Generator):

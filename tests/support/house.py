@@ -8,16 +8,15 @@ It prints where each of them is, and last a JSON object. Counting is not judging
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import re
-import subprocess
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 from adaptive_batching._patches import PRIVATE
 
@@ -28,13 +27,14 @@ OTHERS = ("torch", "torchtune", "torchao")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def files_of(folder: str) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", f"{folder}/*.py"], cwd=ROOT, text=True, check=True, capture_output=True)
-    return [Path(name) for name in listed.stdout.split()]
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return what each file of the package says, by its path in the repository."""
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
 
 
-def lines_of(paths: list[Path]) -> int:
-    return sum(len((ROOT / path).read_text().splitlines()) for path in paths)
+def lines_of(folder: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
 
 
 def functions(tree: ast.Module) -> Iterator[Function]:
@@ -50,38 +50,50 @@ def length_of(function: Function) -> int:
 
 def parameters_of(function: Function) -> int:
     args = function.args
-    names = [parameter.arg for parameter in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
-    return len([name for name in names if name not in ("self", "cls")])
+    return sum(each.arg not in ("self", "cls") for each in (*args.posonlyargs, *args.args, *args.kwonlyargs))
 
 
-def functions_with(trees: dict[Path, ast.Module], measure: Callable[[Function], int], over: int) -> list[str]:
-    measured = [(path, function, measure(function)) for path, tree in trees.items() for function in functions(tree)]
-    return [f"{path}:{function.lineno} {function.name}, {size}" for path, function, size in measured if size > over]
-
-
-def module_of(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def at_load(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield what runs where a module is loaded: all that is in no function."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, Function)]
 
 
 def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
     """Return the modules of the package that are imported where a module is loaded."""
     imported: set[str] = set()
-    inside = {node for function in functions(tree) for node in ast.walk(function)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node not in inside:
+    for node in at_load(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names} & modules
             imported |= names or {node.module} & modules
     return imported
 
 
+def cycles() -> list[str]:
+    """Return modules, and rooms of them, that lead back to the first of them, if there are any."""
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in trees().items()}
+    graph = {name: imports_of(tree, {*modules}) - {name} for name, tree in modules.items()}
+    of_rooms: dict[str, set[str]] = {}
+    for name, imported in graph.items():
+        room, *others = (".".join(each.split(".")[:2]) for each in (name, *imported))
+        of_rooms[room] = of_rooms.get(room, set()) | {*others} - {room, PACKAGE}
+    return [" -> ".join(cycle) for cycle in map(cycle_of, (graph, of_rooms)) if cycle]
+
+
 def cycle_of(graph: dict[str, set[str]]) -> list[str]:
-    """Return nodes that lead back to the first of them, if there are any."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def twin_names() -> list[str]:
+    times = Counter(path.name for path in trees() if not path.name.startswith("__"))
+    return [name for name, number in times.items() if number > 1]
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
@@ -100,78 +112,54 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def retry_loops(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines of loops that go on because something has failed."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.While):
-            names = {getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(node)}
-            yield from [node.lineno] if "failed" in names else []
+def retry_loops() -> list[str]:
+    """Return the places of loops that go on because something has failed."""
+    return [
+        f"{path}:{node.lineno}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.While) and "failed" in names_in(node)
+    ]
 
 
-def used_once(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield private functions that are named in one other place of their file, so that they could stand there."""
-    for path, tree in trees.items():
-        uses = Counter(
-            node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.Name, ast.Attribute))
-        )
-        for function in functions(tree):
-            if _is_private(function.name) and uses[function.name] == 1 and not function.decorator_list:
-                yield f"{path}:{function.lineno} {function.name}, {length_of(function)}"
+def names_in(tree: ast.AST) -> list[str]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+    return [node.id if isinstance(node, ast.Name) else node.attr for node in nodes]
 
 
 def comments_of(path: Path) -> int:
     """Return how many comments a file has, each of consecutive lines counted once; none that speak to a tool."""
     tokens = tokenize.generate_tokens(io.StringIO((ROOT / path).read_text()).readline)
-    lines = [
-        token.start[0]
-        for token in tokens
-        if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|fmt:|pragma)", token.string)
-    ]
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    lines = [each.start[0] for each in comments if not re.match(r"# (noqa|type:|fmt:|pragma)", each.string)]
     return sum(line - 1 not in lines for line in lines)
 
 
-def count() -> dict[str, Any]:
-    """Return all figures, and print where what is counted lies."""
-    paths = files_of(PACKAGE)
-    trees = {path: ast.parse((ROOT / path).read_text()) for path in paths}
-    modules = {module_of(path): path for path in paths}
-    graph = {name: imports_of(trees[path], {*modules}) - {name} for name, path in modules.items()}
-    rooms = {name: ".".join(name.split(".")[:2]) for name in modules}
-    of_rooms = {
-        room: {rooms[other] for name in graph if rooms[name] == room for other in graph[name]} - {room, PACKAGE}
-        for room in {*rooms.values()}
-    }
-    places: dict[str, list[str]] = {
-        "functions_over_50_lines": functions_with(trees, length_of, over=MAX_LINES),
-        "over_6_parameters": functions_with(trees, parameters_of, over=MAX_PARAMETERS),
-        "twin_names": [
-            name
-            for name, times in Counter(path.name for path in paths).items()
-            if times > 1 and not name.startswith("__")
-        ],
-        "cycles": [" -> ".join(cycle) for cycle in (cycle_of(graph), cycle_of(of_rooms)) if cycle],
-        "private_functions_used_once": [*used_once(trees)],
-        "retry_loops": [f"{path}:{line}" for path, tree in trees.items() for line in retry_loops(tree)],
-        "private_names_outside_patches": [
-            f"{path}: {name}" for path, tree in trees.items() for name in private_names(tree) if name not in PRIVATE
-        ],
-    }
-    for what, where in places.items():
-        print(f"{what}:", *where, sep="\n  ")
-    lines = lines_of(paths)
-    counts = {what: len(where) for what, where in places.items()}
-    num_functions = sum(1 for tree in trees.values() for _ in functions(tree))
-    return {
-        "library_lines": lines,
-        "files": len(paths),
-        **counts,
-        "functions_per_100_lines": round(100 * num_functions / lines, 1),
-        "comments_per_100_lines": round(100 * sum(map(comments_of, paths)) / lines, 1),
-        "test_lines_over_library": round(lines_of(files_of("tests")) / lines, 2),
-    }
+def main() -> None:
+    long, wide, once = list[str](), list[str](), list[str]()
+    for path, tree in trees().items():
+        uses = Counter(names_in(tree))
+        for function in functions(tree):
+            where, length = f"{path}:{function.lineno} {function.name}", length_of(function)
+            if length > MAX_LINES:
+                long.append(f"{where}, {length}")
+            if parameters_of(function) > MAX_PARAMETERS:
+                wide.append(f"{where}, {parameters_of(function)}")
+            if _is_private(function.name) and uses[function.name] == 1 and not function.decorator_list:
+                once.append(f"{where}, {length}")
+    private = {f"{path}: {name}" for path, tree in trees().items() for name in {*private_names(tree)} - {*PRIVATE}}
+    places = {
+        "functions_over_50_lines": long, "over_6_parameters": wide, "twin_names": twin_names(), "cycles": cycles(),
+        "private_functions_used_once": once, "retry_loops": retry_loops(), "private_names_outside_patches": private,
+    }  # fmt: skip
+    for what, where_it_is in places.items():
+        print(f"{what}:", *where_it_is, sep="\n  ")
+    lines = lines_of(PACKAGE)
+    counts = {what: len(where_it_is) for what, where_it_is in places.items()}
+    comments, of_tests = sum(map(comments_of, trees())), lines_of("tests")
+    shares = {"comments_per_100_lines": 100 * comments / lines, "test_lines_over_library": of_tests / lines}
+    print(json.dumps({**counts, "library_lines": lines, **{key: round(value, 2) for key, value in shares.items()}}))
 
 
 if __name__ == "__main__":
-    print(json.dumps(count()))
+    main()

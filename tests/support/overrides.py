@@ -14,10 +14,7 @@ TEACHER = [
     "teacher_checkpointer.checkpoint_files=[model.safetensors]", "teacher_checkpointer.model_type=LLAMA2",
     "kd_loss._component_=torchtune.modules.loss.ForwardKLWithChunkedOutputLoss",
 ]  # fmt: skip
-DOUBLE = [
-    "batch_increase_function._component_=adaptive_batching.growth.step",
-    "batch_increase_function.every=1",
-]
+DOUBLE = ["batch_increase_function._component_=adaptive_batching.growth.step", "batch_increase_function.every=1"]
 VALIDATE = [
     "dataset_val._component_=torchtune.datasets.instruct_dataset", "dataset_val.source=json",
     "dataset_val.data_files=${data_dir}/train.json", "dataset_val.column_map=${dataset.column_map}",

@@ -5,6 +5,7 @@ The other ranks are a process group that is none: what is gathered from them is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,19 +34,25 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, *, checkpoints: bool = False) -> None:
+    """Has logits in parts, or at once, without running its output layer, as some losses do."""
+
+    def __init__(self, *, checkpoints: bool = False, parts: int = PARTS, output_runs: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         blocks = [Block() for _ in range(3)]
         self.layers = nn.ModuleList([checkpoint_wrapper(block) if checkpoints else block for block in blocks])
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self._parts, self._output_runs = parts, output_runs
 
     def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return [self.output(part) for part in self.norm(x).chunk(PARTS, dim=1)]
+        x = self.norm(x)
+        if not self._output_runs:
+            return [nn.functional.linear(x, self.output.weight)]
+        return [self.output(part) for part in x.chunk(self._parts, dim=1)]
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +62,11 @@ def one_of_many() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("ends_apart", [False, True])
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("root_stays", [False, True])
+# Half of all cases, in which three settings meet in each way.
+@pytest.mark.parametrize(
+    ("frozen", "ends_apart", "checkpoints", "root_stays"),
+    [(a, b, c, a ^ b ^ c) for a, b, c in itertools.product([False, True], repeat=3)],
+)
 def test_a_sharded_step_takes_what_one_of_fsdp_takes(
     frozen: bool, ends_apart: bool, checkpoints: bool, root_stays: bool
 ) -> None:
@@ -74,21 +82,6 @@ def test_a_sharded_step_takes_what_one_of_fsdp_takes(
     check_against_a_real_step(step, (2, 12), rel=0.02)
 
 
-class WithLogitsAtOnce(Decoder):
-    """Multiplies by the weight of its output layer itself unless that ``runs``, as losses in chunks do."""
-
-    def __init__(self, *, runs: bool) -> None:
-        super().__init__(checkpoints=True)
-        self._runs = runs
-
-    def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
-        return [self.output(x) if self._runs else nn.functional.linear(x, self.output.weight)]
-
-
 POLICIES = {
     "none": MixedPrecisionPolicy(),
     "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
@@ -96,20 +89,20 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("output_runs", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+# Half of all cases, in which two settings meet in each way.
+@pytest.mark.parametrize(
+    ("tied", "output_runs", "policy"),
+    [(tied, tied ^ (policy == "bfloat16"), policy) for tied in (False, True) for policy in POLICIES],
+)
 def test_modules_that_are_gathered_together_take_what_they_do_in_fsdp(
     tied: bool, output_runs: bool, policy: str
 ) -> None:
     """Accelerate has one unit of the norm and the output layer, and of the embedding, too, if weights are tied."""
-    model = WithLogitsAtOnce(runs=output_runs)
+    model = Decoder(checkpoints=True, parts=1, output_runs=output_runs)
     if tied:
         model.output.weight = model.embedding.weight
     how: Any = dict(mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=POLICIES[policy])
-    blocks: list[Any] = [
-        layer._checkpoint_wrapped_module for layer in model.layers
-    ]  # that FSDP hooks are checkpointed with
+    blocks: list[Any] = [layer._checkpoint_wrapped_module for layer in model.layers]  # hooks are checkpointed as well
     for unit in [*blocks, *([] if tied else [model.embedding])]:
         fully_shard(unit, reshard_after_forward=True, **how)
     together: list[nn.Module] = [model.norm, *([model.embedding] if tied else []), model.output]
