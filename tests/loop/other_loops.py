@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -15,18 +14,19 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from adaptive_batching import AdaptiveStep
+from tests.loop.test_step import PlainLoop
 from tests.support.pages import loops
 from tests.support.small_model import make_data, make_model
 
-FABRIC = {"LT_CLI_USED": "1", "LT_ACCELERATOR": "cpu", "LT_STRATEGY": "auto", "LT_DEVICES": "1"}
 ENVIRONMENTS = {
     "accelerate": {"ACCELERATE_USE_CPU": "true"},
     "accelerate with FSDP2": {
         "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100", "FSDP_RESHARD_AFTER_FORWARD": "true",
     },
-    "lightning": FABRIC,
-    "lightning with DDP": {**FABRIC, "LT_STRATEGY": "ddp", "LT_DEVICES": "2"},
+    "lightning with DDP": {
+        "LT_CLI_USED": "1", "LT_ACCELERATOR": "cpu", "LT_STRATEGY": "ddp", "LT_DEVICES": "2",
+    },
 }  # fmt: skip
 """What ``accelerate launch`` and ``fabric run`` set."""
 
@@ -61,6 +61,10 @@ def samples_of_loop() -> Any:
     return [{**sample, "number": torch.tensor(n)} for n, sample in enumerate(make_data(NUM_SAMPLES))]
 
 
+def plain_loop(clip_norm: float) -> PlainLoop:
+    return PlainLoop(make_model(), clip_norm, loss, collate)
+
+
 def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
@@ -84,9 +88,9 @@ def run(name: str) -> Any:
     return Recorded.steps, [whole(parameter) for parameter in given["model"].parameters()]
 
 
-def run_loops(names: Sequence[str]) -> dict[str, Any]:
-    """Run those loops whose libraries are there."""
-    found = {name: run(name) for name in names if find_spec(name.split()[0]) is not None}
+def run_loops() -> dict[str, Any]:
+    """Run those loops whose libraries are there, one after the other."""
+    found = {name: run(name) for name in ENVIRONMENTS if find_spec(name.split()[0]) is not None}
     if dist.is_initialized():
         dist.destroy_process_group()
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,15 +12,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from adaptive_batching import AdaptiveStep, _snapshot
 from tests.loop import two_ranks
-from tests.loop.test_step import Centred, Text, collate, length, loss
-from tests.loop.two_ranks import CLIP, KINDS, error_of, make_model, weights_of, wrapped
+from tests.loop.test_step import Centred, Text, collate, length
+from tests.loop.two_ranks import KINDS, error_of, make_model, make_step, weights_of
 
 RANK, SIZE = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-MAX_TOKENS = 200
+MAX_TOKENS, ROOM = 200, 100
 LENGTHS: list[list[list[int]]] = [
     [[90, 80, 70, 60, 50, 3], [5, 4, 9], [7], [12, 2]],
     [[11, 6], [99, 88, 77, 66], [80, 3, 4], [5]],
@@ -29,14 +27,12 @@ LENGTHS: list[list[list[int]]] = [
 ]
 """Tokens of the samples of each step, for each of up to four ranks; in one step, the first has none."""
 
-FAULTS = ["forward on 0", "forward on 1", "backward on 1", "later on 0", "later on 1"]
-"""Where memory runs out in a part with a sample that another rank has drawn, or in the step after the first of them."""
+FAULTS = ["forward on 1", "backward on 0"]
+"""Where parts of many tokens run out of memory, from the second step on."""
 
-TYPES = ["dicts", "tuples", "objects", "slices"]
-CANNOT_BE_SENT = ["lambda on all", "lambda on 1", "unreadable on 0", "unreadable on 1"]
+CANNOT_BE_SENT = ["lambda on 1", "unreadable on 0"]
 NO_FILLER = "lambda, and a rank without"
-NORMS = ["BatchNorm1d", "Centred"]
-SETTINGS = ["off", "no limit", "no limit on 1"]
+SETTINGS = ["off", "no limit on 1"]
 
 
 def drawn(size: int, what: str = "") -> list[list[list[Text]]]:
@@ -53,15 +49,15 @@ def drawn(size: int, what: str = "") -> list[list[list[Text]]]:
     return [[[text(rank, n) for n in own or least] for rank, own in enumerate(step[:size])] for step in LENGTHS]
 
 
-class Pair(NamedTuple):
-    text: Text
-    number: int
-
-
 @dataclass
 class Held:
     text: Text
     more: Any = None
+
+
+class Pair(NamedTuple):
+    held: Held
+    number: int
 
 
 class Unreadable(Held):
@@ -82,46 +78,17 @@ def as_sample(text: Text, what: str) -> Any:
         return Unreadable(text, int(what[-1]))
     if what.startswith("lambda"):
         return Held(text, None if what.endswith("1") and RANK != 1 else lambda: 0)
-    if what == "slices":
-        return torch.cat([torch.zeros(10**6, dtype=torch.long), text])[10**6 :]
-    makers: dict[str, Callable[[], Any]] = {
-        "dicts": lambda: {"text": text, "more": [1, {"b": text[:1]}]}, "tuples": lambda: Pair(text, 1),
-        "objects": lambda: Held(text),
-    }  # fmt: skip
-    return makers[what]() if what in makers else text
-
-
-def text_of(sample: Any) -> Text:
-    if isinstance(sample, torch.Tensor):
-        return sample
-    text: Text = sample["text"] if isinstance(sample, dict) else sample.text
+    if what == "types":  # a slice, in objects in tuples in dicts
+        return {
+            "pair": Pair(Held(torch.cat([torch.zeros(10**6, dtype=torch.long), text])[10**6 :], [{"b": text[:1]}]), 1)
+        }
     return text
 
 
-class Faulty:
-    """A loss that runs out of memory on one rank, once, in a part with a sample of another, or in the step after it."""
-
-    def __init__(self, what: str) -> None:
-        self.place, _, rank = what.partition(" on ")
-        fails = self.place in ("forward", "backward", "later") and int(rank) == RANK
-        self.faults = iter([True] if fails else [])  # which stays where it is when a step puts back what it changes
-        self.seen_at: int | None = None  # step of the first part with a sample of another
-        self.step = 0
-
-    def __call__(self, model: Any, batch: Any) -> Any:
-        total, number = loss(model, batch)
-        if not total.requires_grad or _snapshot.rehearsing:
-            return total, number
-        can_split = len(batch["tokens"]) > 1  # which a filler cannot
-        if self.seen_at is None and can_split and (batch["tokens"][:, 0] != RANK).any():
-            self.seen_at = self.step
-        is_due = self.seen_at is not None and self.step == self.seen_at + (self.place == "later")
-        if can_split and is_due and next(self.faults, False):
-            if self.place == "backward":
-                total.register_hook(two_ranks.run_out)
-            else:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-        return total, number
+def text_of(sample: Any) -> Text:
+    held = sample["pair"].held if isinstance(sample, dict) else sample
+    text: Text = held.text if isinstance(held, Held) else held
+    return text
 
 
 @contextmanager
@@ -141,25 +108,24 @@ def told(messages: list[str]) -> Iterator[None]:
 
 def train(kind: str, what: str) -> dict[str, Any]:
     """Train on all steps, and return what came of it on this rank."""
-    norms: dict[str, nn.Module] = {"BatchNorm1d": nn.BatchNorm1d(16), "Centred": Centred()}
-    norm = norms.get(what.removesuffix(" off"))
-    model, failing = make_model(norm=norm), Faulty(what)
-    prepared = wrapped(kind, model)
-    optimizer = torch.optim.AdamW(prepared.parameters(), lr=0.01)
-    step: AdaptiveStep[Any] = AdaptiveStep(
-        prepared, optimizer, failing, lambda samples: collate([*map(text_of, samples)]),
-        length=lambda sample: length(text_of(sample)), max_grad_norm=CLIP, balance_ranks=not what.endswith("off"),
+    place, _, rank = what.partition(" on ")
+    norm = Centred() if what.startswith("Centred") else None
+    model = make_model(place, norm)
+    prepared, step = make_step(
+        kind, model, collate=lambda samples: collate([*map(text_of, samples)]),
+        length=lambda sample: length(text_of(sample)), balance_ranks=not what.endswith("off"),
     )  # fmt: skip
-    if not (what == "no limit" or (what == "no limit on 1" and RANK == 1)):
+    if what != "no limit on 1" or RANK != 1:
         step.max_tokens = 10**6 if norm is not None else MAX_TOKENS
     losses, moved, messages = list[float](), list[int](), list[str]()
     with told(messages), mock.patch.object(dist, "isend", side_effect=dist.isend) as isend:
-        for batch in drawn(SIZE, what):
+        for number, batch in enumerate(drawn(SIZE, what)):
+            if number == 1 and what in FAULTS and int(rank) == RANK:
+                model.book.most_tokens = ROOM
             losses.append(step([as_sample(text, what) for text in batch[RANK]]).item())
             sharing = step._work._sharing
             share = None if sharing is None else sharing.last
             moved.append(0 if share is None else share.num_moved)
-            failing.step += 1
     return {
         "losses": losses, "weights": weights_of(prepared), "moved": moved, "recoveries": step.num_recoveries,
         "sent": sum(call.args[0].numel() for call in isend.call_args_list), "forwards": model.forwards,
@@ -169,15 +135,11 @@ def train(kind: str, what: str) -> dict[str, Any]:
 
 def runs(size: int) -> list[str]:
     """Return the names of the runs on so many ranks."""
-    whats = ["shared", "forward on 1", "later on 1", "lambda on 1", "unreadable on 0"]
-    if size > 2:
-        return [f"{kind}, {what}" for kind in KINDS for what in whats]
-    of_norms = [f"{norm}{off}" for norm in NORMS for off in ("", " off")]
-    of_ddp = [*whats, *FAULTS, *CANNOT_BE_SENT, *SETTINGS, *TYPES, NO_FILLER, *of_norms]
-    of_shards = [*whats, *FAULTS, "no limit on 1"]
-    return [
-        f"{kind}, {what}" for kind, of in zip(KINDS, (of_ddp, of_shards), strict=True) for what in dict.fromkeys(of)
-    ]
+    of_all = ["shared", "forward on 1", "lambda on 1"]
+    of_ddp = [*of_all, *FAULTS, *CANNOT_BE_SENT, *SETTINGS, "types", NO_FILLER, "Centred", "Centred off"]
+    of_fsdp = [*of_all, *FAULTS, "no limit on 1"]
+    of_kinds = [of_ddp, of_fsdp] if size == 2 else [of_all] * 2
+    return [f"{kind}, {what}" for kind, of in zip(KINDS, of_kinds, strict=True) for what in dict.fromkeys(of)]
 
 
 def run_case(name: str) -> dict[str, Any] | str:

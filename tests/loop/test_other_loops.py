@@ -1,9 +1,8 @@
-"""Loops of other libraries train as a plain one: those that the page shows in one process and in two, and others."""
+"""Loops of other libraries train as a plain one: those that the page shows, in two processes, and others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,42 +11,32 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from adaptive_batching import AdaptiveStep
 from tests.loop import other_loops
-from tests.loop.other_loops import NUM_SAMPLES, run_loops, samples_of_loop
+from tests.loop.other_loops import ENVIRONMENTS, NUM_SAMPLES, plain_loop, run_loops, samples_of_loop
 from tests.support.ranks import run_ranks
 from tests.support.small_model import make_model
 
 pytestmark = pytest.mark.xdist_group("other_loops")
 
-NAMES = {1: ["accelerate", "lightning"], 2: ["accelerate", "lightning with DDP", "accelerate with FSDP2"]}
-"""Number of ranks -> loops that they run, one after the other."""
-
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    return cache(lambda size: run_ranks(run_loops, NAMES[size], folder=tmp_path_factory.mktemp("loops"), size=size))
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(run_loops, folder=tmp_path_factory.mktemp("loops"))
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in NAMES.items() for name in names])
-def test_the_loops_of_other_libraries_train_as_a_plain_one(
-    size: int, name: str, launched: Callable[[int], list[dict[str, Any]]]
-) -> None:
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_loops_of_other_libraries_train_as_a_plain_one(name: str, launched: list[dict[str, Any]]) -> None:
     pytest.importorskip(name.split()[0], reason=f"{name.split()[0]} is not installed")
-    ranks = [rank[name] for rank in launched(size)]
-    data, model = samples_of_loop(), make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ranks = [rank[name] for rank in launched]
+    plain, data = plain_loop(1.0), samples_of_loop()
     seen: set[int] = set()
     for steps in zip(*[steps for steps, _ in ranks], strict=True):
         numbers = [number for of_rank, _ in steps for number in of_rank]
-        total, count = other_loops.loss(model, other_loops.collate([data[number] for number in numbers]))
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert [loss for _, loss in steps] == pytest.approx([(total / count).item()] * size, rel=1e-5)
+        loss = plain.step([data[number] for number in numbers]).item()
+        assert [found for _, found in steps] == pytest.approx([loss] * 2, rel=1e-5)
         seen.update(numbers)
     assert seen == set(range(NUM_SAMPLES))
     for _, weights in ranks:
-        torch.testing.assert_close(weights, [each.detach() for each in model.parameters()], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(weights, plain.weights(), rtol=1e-3, atol=1e-5)
 
 
 def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> AdaptiveStep[Any]:
@@ -60,15 +49,10 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Adaptiv
 
 
 def assert_trained_as_a_plain_loop(model: torch.nn.Module, batch_size: int, clip_norm: float = torch.inf) -> None:
-    plain = make_model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    plain = plain_loop(clip_norm)
     for start in range(0, NUM_SAMPLES, batch_size):
-        total, count = other_loops.loss(plain, other_loops.collate(samples_of_loop()[start : start + batch_size]))
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-3, atol=1e-5)
+        plain.step(samples_of_loop()[start : start + batch_size])
+    torch.testing.assert_close([*model.parameters()], [*plain.model.parameters()], rtol=1e-3, atol=1e-5)
 
 
 class Stream(IterableDataset[Any]):

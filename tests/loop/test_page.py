@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from tests.conftest import ROOT
+from tests.loop.other_loops import plain_loop
 from tests.support.environment import OF_THE_RECIPES
 from tests.support.pages import loops
-from tests.support.small_model import make_data, make_model
+from tests.support.small_model import make_data
 
 PRELUDE = f"""
 import json, sys
@@ -48,25 +46,16 @@ def test_the_loop_of_the_page_runs_with_torch_alone_and_trains_as_a_plain_one() 
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
 
-    data, model = make_data(), make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-
-    def train(samples: list[dict[str, torch.Tensor]]) -> float:
-        tokens, labels = (pad_sequence([s[key] for s in samples], batch_first=True) for key in ("tokens", "labels"))
-        loss = cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=0)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    dataset: Any = data
+    data: Any = make_data()
+    plain = plain_loop(torch.inf)
     torch.manual_seed(1)
-    for batch_size in (4, 8, 16):
-        losses += [train(samples) for samples in DataLoader(dataset, batch_size, shuffle=True, collate_fn=list)]
-    train(data[:40])
+    losses = [
+        plain.step(samples).item()
+        for batch_size in (4, 8, 16)
+        for samples in DataLoader(data, batch_size, shuffle=True, collate_fn=list)
+    ]
+    plain.step(data[:40])
     assert found["losses"] == pytest.approx(losses, rel=1e-4)
-    assert isinstance(model.out, nn.Linear)
     torch.testing.assert_close(
-        torch.tensor(found["weights"]), model.out.weight.detach().flatten(), rtol=1e-3, atol=1e-5
+        torch.tensor(found["weights"]), plain.model.state_dict()["out.weight"].flatten(), rtol=1e-3, atol=1e-5
     )

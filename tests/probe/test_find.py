@@ -58,11 +58,13 @@ def real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_snapshot, "_LIBRARIES", {*_snapshot._LIBRARIES, "tests"})
 
 
-def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
+def find(
+    device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True, **how: Any
+) -> ProbeResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device) if traced else None)
         request = ProbeRequest(upper, rounds=config.round_to_power_of_two)
-        return find_largest(device.training_step(), config, device, request)
+        return find_largest(device.training_step(), config, device, request, **how)
 
 
 def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool:
@@ -137,26 +139,6 @@ def test_the_answer_trains_without_a_retry_and_one_more_does_not_and_the_walk_is
     assert steps <= 340
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@given(
-    weights=st.integers(8 * MIB, 64 * MIB),
-    kept=st.integers(8, 64),
-    passing=st.integers(0, 64),
-    depth=st.integers(12, 32),
-    room=st.integers(4 * GIB, 40 * GIB),
-    libraries=st.sampled_from([0, 400 * MIB]),
-)
-def test_where_layers_are_alike_a_curve_makes_the_walk_short(
-    weights: int, kept: int, passing: int, depth: int, room: int, libraries: int
-) -> None:
-    layers = [Layer(weights, kept * KIB, passing * KIB)] * depth
-    device = Device(4 * depth * weights + libraries + room, layers, libraries_bytes=libraries)
-    found = find(device, upper=4096)
-    assert trains(device, found.batch_size, is_replayed=False)
-    assert found.batch_size == 4096 or not trains(device, found.batch_size + 1, is_replayed=False)
-    assert device.errors <= 3 and found.num_steps <= 10, [m.batch_size for m in found.measurements]
-
-
 @pytest.mark.parametrize("depth", range(4, 24, 3))
 def test_a_size_that_is_rounded_down_says_what_fits(depth: int) -> None:
     layers = [Layer(16 * MIB, 24 * KIB, 8 * KIB)] * depth
@@ -227,9 +209,8 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     if is_measured:  # by a device that cannot be limited
         device.limit = lambda num_bytes: nullcontext()  # type: ignore[assignment, method-assign, return-value]
     config = replace(EXACT, memory_limit=MemoryAmount(num_bytes=2 * GIB))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
-        patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
-        find_largest(device.training_step(), config, device, ProbeRequest(8), remedy="set half the length")
+    with pytest.raises(DoesNotFitError) as error:
+        find(device, 8, config, remedy="set half the length")
     message = str(error.value)
     why = (
         r"it took 2\.\d+ GiB, \d+ MiB too much; set half"
@@ -262,9 +243,8 @@ def test_one_error_in_the_smallest_step_changes_nothing_and_two_are_not_explaine
     found.append(find(device, 2, config).batch_size)
     assert found == [2, 2]
     device.disturbances = 10**6
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
-        patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
-        find_largest(device.training_step(), config, device, ProbeRequest(2), remedy="set half the length")
+    with pytest.raises(DoesNotFitError) as error:
+        find(device, 2, config, remedy="set half the length")
     assert re.search(r"ran out of memory twice, though only about \d+ MiB of 20.00 GiB was predicted", str(error.value))
     assert "The error was: CUDA error: out of memory." in str(error.value)
     assert "half the length" not in str(error.value)

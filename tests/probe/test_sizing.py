@@ -157,11 +157,6 @@ def test_sizes_stay_within_their_bounds_come_out_even_and_grow_with_the_answer()
             before = sizes
 
 
-def test_a_bound_makes_the_probe_needless_for_growth_alone() -> None:
-    cases = {"maximum": True, "grow": True, "grow most=12": False, "maximum grow most=12": True}
-    assert {words: KNOWN[f"recipe {words}"].probes for words in cases} == cases
-
-
 def test_the_bound_of_a_batch_is_named_in_words() -> None:
     reasons = {words: KNOWN[f"recipe {words}"].request.upper_reason for words in
                ("maximum", "maximum most=12", "maximum global x3", "maximum of=10", "auto")}  # fmt: skip

@@ -24,6 +24,7 @@ from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
+from tests.support.changing import described, random_numbers
 
 BUDGET = 2**40
 
@@ -97,35 +98,15 @@ class Training:
 
     def everything(self) -> Any:
         """All that a step can change, bit for bit, signs of zeros and NaN included."""
-        return bits(
-            {
-                "weights": self.model.state_dict(),
-                "gradients": [p.grad for p in self.model.parameters()],
-                "training": [m.training for m in self.model.modules()],
-                "optimizer": self.optimizer.state_dict(),
-                "torch": torch.get_rng_state(),
-                "python": random.getstate(),
-                "numpy": np.random.get_state()[1],  # type: ignore[index]
-            }
-        )
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        modes = [module.training for module in self.model.modules()]
+        return described([self.model.state_dict(), gradients, modes, self.optimizer.state_dict()]), random_numbers()
 
     @contextlib.contextmanager
     def left_without_a_trace(self) -> Iterator[None]:
         before = self.everything()
         yield
         assert self.everything() == before
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.numpy().tobytes()
-    if isinstance(value, np.ndarray):
-        return value.dtype, value.tobytes()
-    if isinstance(value, dict):
-        return type(value), {key: bits(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value), [bits(each) for each in value]
-    return type(value), value
 
 
 @pytest.mark.parametrize("fail_in", ["", "forward", "backward", "optimizer"])

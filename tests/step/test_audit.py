@@ -10,19 +10,15 @@ from adaptive_batching import AdaptiveStep, ConfigError, _snapshot
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._snapshot import StepState
 from adaptive_batching._step.audit import Audit
-from tests.loop.test_step import SAMPLES, length, loss, make, mean_times_samples, texts
+from tests.loop.test_step import SAMPLES, always, length, loss, make, mean_times_samples, texts
+from tests.loop.test_step import collate as stock_collate
 from tests.support.toy_work import ToyWork
-
-
-def alike_at_first(parts: int) -> list[torch.Tensor]:
-    """Samples of one length: a mean over tokens looks like one over samples."""
-    return texts(*[8] * parts)
 
 
 def test_a_loss_that_looks_right_on_like_samples_is_found_out_by_unlike_ones() -> None:
     _, step = make(mean_times_samples, max_tokens=24)
     for _ in range(9):
-        step(alike_at_first(6))
+        step(texts(*[8] * 6))  # of one length, where a mean over tokens looks like one over samples
     with pytest.raises(ConfigError, match=r"in two parts is [\d.]+ % off .* \(in step 10\).*sum and its number"):
         step(SAMPLES)
 
@@ -128,32 +124,20 @@ def test_a_backward_that_divides_the_loss_is_refused(scale: float) -> None:
         step.gradients(SAMPLES, lambda value: (value * scale).backward())  # type: ignore[no-untyped-call]
 
 
-def test_a_backward_that_scales_for_half_precision_is_not() -> None:
-    model, step = make(max_tokens=64)
-    step.gradients(SAMPLES, lambda value: (value * 2.0**16).backward())  # type: ignore[no-untyped-call]
-    scaled = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model, step = make(max_tokens=64)
-    step.gradients(SAMPLES)
-    for one, parameter in zip(scaled, model.parameters(), strict=True):
-        torch.testing.assert_close(one / 2**16, parameter.grad)
-
-
 def test_the_collate_function_gets_samples_of_its_own() -> None:
     """It may pop keys and pad in place, also before samples run again."""
     samples = [{"tokens": sample.tolist(), "meta": {"n": [1]}} for sample in SAMPLES]
 
     def collate(batch: list[dict[str, Any]]) -> Any:
-        from tests.loop.test_step import collate as stock
-
         for sample in batch:
             assert sample.pop("meta")["n"].pop() == 1
             sample["tokens"] += []
-        return stock([torch.tensor(sample.pop("tokens")) for sample in batch])
+        return stock_collate([torch.tensor(sample.pop("tokens")) for sample in batch])
 
     model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = AdaptiveStep(model, optimizer, loss, collate, length=lambda sample: length(torch.tensor(sample["tokens"])))
-    model.book.most_tokens, model.book.failures_left = 64, 3
+    always(model, times=3)
     before = [str(sample) for sample in samples]
     step(samples)
     assert step.num_recoveries > 0 and [str(sample) for sample in samples] == before

@@ -57,21 +57,6 @@ def per_channel(norm: nn.Module) -> nn.Module:
     return Around(lambda self, x: self.norm(x.transpose(1, 2)).transpose(1, 2), norm=norm)
 
 
-def mixture_of_experts() -> nn.Module:
-    """Which tokens, and how many, an expert gets depends on all samples; what a token becomes does not."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)  # [b * s, d]
-        chosen = self.router(tokens).argmax(-1)
-        out = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            out[chosen == index] = expert(tokens[chosen == index])
-        return out.view_as(x)
-
-    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-    return Around(forward, router=nn.Linear(WIDTH, 4), experts=experts)
-
-
 def alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """The two batches with sample 0 of the first."""
     second[0] = first[0]
@@ -86,7 +71,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return alike(torch.randint(50, (BATCH, LENGTH)), torch.randint(50, (BATCH, LENGTH)))
 
 
-def stored_probe_in(*layers: nn.Module) -> str | None:
+def found_in(*layers: nn.Module) -> str | None:
     model = nn.Sequential(*layers)
     return find_batch_dependent_module(model, model, *vectors())
 
@@ -105,59 +90,41 @@ def seed() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Linear(WIDTH, WIDTH),
         nn.LayerNorm(WIDTH),
-        nn.RMSNorm(WIDTH),
-        nn.GroupNorm(1, LENGTH),
-        nn.InstanceNorm1d(LENGTH),
         nn.InstanceNorm1d(LENGTH, track_running_stats=True),
-        per_channel(nn.BatchNorm1d(WIDTH).eval()),
-        nn.Dropout(0.5),
-        nn.MultiheadAttention(WIDTH, 2, batch_first=True).eval(),
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
         nn.ReLU(inplace=True),
-        mixture_of_experts(),
         Apply(lambda x: F.dropout(x, 0.5) + random.random() + np.random.rand()),
         Apply(lambda x: (x, None, {"length": x.shape[1]})),
         Apply(lambda x: None),
         Apply(lambda x: x.transpose(0, 1)),  # [s, b, d]
         Apply(lambda x: torch.view_as_complex(x.unflatten(-1, (-1, 2)))),
         Apply(lambda x: x.long()),
-        Apply(lambda x: x > 0),
-        Apply(lambda x: x.sum((1, 2))),
         Apply(lambda x: x.sum()),
         Apply(lambda x: x.masked_fill(x > 0, -torch.inf)),
-        Apply(lambda x: x.masked_fill(x > 0, torch.nan)),
         Apply(lambda x: x[:, :0]),
         Apply(torch.zeros_like),
     ],
 )
 def test_a_module_that_treats_each_sample_by_itself_is_not_named(layer: nn.Module) -> None:
-    if isinstance(layer, nn.MultiheadAttention):
-        attention, layer = layer, Apply(lambda x: attention(x, x, x)[0])
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
-    assert find_batch_dependent_module(model, model, *vectors()) is None
+    assert found_in(nn.Linear(WIDTH, WIDTH), layer) is None
 
 
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: x - x.mean(0),
-        lambda x: x - x.mean((0, 1)),
-        lambda x: x / x.norm(dim=0),
         lambda x: x.sub_(x.mean(0)),
         lambda x: torch.complex(x, x - x.mean(0)),
         lambda x: (torch.zeros_like(x), x - x.mean(0)),
-        lambda x: F.batch_norm(x, None, None, training=True),
         lambda x: F.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
         lambda x: torch.einsum("bsd,csd->bc", x, x),  # similarities, as in contrastive losses
         lambda x: (None, {"scores": x, "ranks": x.argsort(0)}),
-        lambda x: x.softmax(0) > 1 / BATCH,
         lambda x: torch.where(x == x.max(0).values, torch.nan, x),
     ],
 )
 def test_a_module_that_computes_over_the_batch_is_named(function: Callable[[Tensor], Any]) -> None:
-    assert stored_probe_in(nn.Linear(WIDTH, WIDTH), Apply(function)) == "1 (Apply)"
+    assert found_in(nn.Linear(WIDTH, WIDTH), Apply(function)) == "1 (Apply)"
 
 
 LINEAR = nn.Linear(WIDTH, WIDTH)
@@ -210,7 +177,7 @@ IN_OTHERS: dict[str, tuple[list[nn.Module], str | None]] = {
 @pytest.mark.parametrize("where", IN_OTHERS)
 def test_the_module_that_computes_over_the_batch_is_named(where: str) -> None:
     layers, expected = IN_OTHERS[where]
-    assert stored_probe_in(*layers) == expected
+    assert found_in(*layers) == expected
     model = Around(lambda self, x: self.before(x) - x.mean(0), before=nn.Linear(WIDTH, WIDTH))
     assert find_batch_dependent_module(model, model, *vectors()) == "model (Around)"
 
@@ -225,11 +192,8 @@ def test_a_batch_normalisation_is_named_although_these_batches_do_not_reach_it(n
     assert find_batch_dependent_module(model, model[0], *vectors()) == expected
 
 
-def test_a_batch_normalisation_in_evaluation_mode_is_named_only_if_it_has_no_running_statistics() -> None:
-    assert stored_probe_in(per_channel(nn.BatchNorm1d(WIDTH)).eval()) is None
-    assert (
-        stored_probe_in(per_channel(nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()) == "0.norm (BatchNorm1d)"
-    )
+def test_a_batch_normalisation_that_uses_running_statistics_is_not_named() -> None:
+    assert found_in(per_channel(nn.BatchNorm1d(WIDTH)).eval()) is None
 
 
 def prepared(how: str, mlp_norm: nn.Module | None = None) -> Any:
@@ -238,7 +202,7 @@ def prepared(how: str, mlp_norm: nn.Module | None = None) -> Any:
         model.layers[1].mlp_norm = mlp_norm
     if "checkpointed" in how:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    if "compiled layers" in how:
+    if "layers" in how:
         for layer in model.layers:
             layer.compile(backend="aot_eager")
     return torch.compile(model, backend="aot_eager") if how == "compiled" else model
@@ -246,8 +210,6 @@ def prepared(how: str, mlp_norm: nn.Module | None = None) -> Any:
 
 PREFIXES = {
     "plain": "layers.1.",
-    "checkpointed": "layers.1._checkpoint_wrapped_module.",
-    "compiled layers": "layers.1.",
     "checkpointed, compiled layers": "layers.1._checkpoint_wrapped_module.",
     "compiled": "_orig_mod.layers.1.",
 }
@@ -261,19 +223,6 @@ def test_a_language_model_with_batch_normalisation_is_found_out_and_one_without_
         found = find_batch_dependent_module(model, model, *tokens())
         inner = ".norm" if "Batch" in name else ""
         assert found == (f"{PREFIXES[how]}mlp_norm{inner} {name}" if name else None)
-
-
-def test_the_caller_says_what_a_forward_is() -> None:
-    model = llama()
-
-    def run(batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["tokens"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-    first, second = ({"tokens": x, "labels": x} for x in tokens())
-    assert find_batch_dependent_module(model, run, first, second) is None
-    model.norm = MinusMean()
-    assert find_batch_dependent_module(model, run, first, second) == "norm (MinusMean)"
 
 
 def test_hooks_of_others_are_part_of_what_a_module_does() -> None:
@@ -308,58 +257,9 @@ def rounding(epsilon: float) -> nn.Module:
 
 def test_rounding_is_no_dependence_even_where_it_sends_a_token_to_another_expert() -> None:
     route = Apply(lambda x: x * (1 + 0.5 * (x.mean(-1, keepdim=True) > 0)))
-    assert stored_probe_in(*[nn.Sequential(rounding(2**-8), route) for _ in range(4)]) is None  # as in bfloat16
-    assert stored_probe_in(rounding(2**-24), MinusMean()) == "1 (MinusMean)"
-    assert stored_probe_in(rounding(2**-8), MinusMean()) == "model (Sequential)"  # found, if not where
-
-
-class Remembers(nn.Module):
-    """Changes all that a forward can change: buffers in place and anew, attributes, random numbers, its mode."""
-
-    rows: Tensor
-    mean: Tensor
-
-    def __init__(self, error: type[BaseException] | None = None) -> None:
-        super().__init__()
-        self.norm = per_channel(nn.InstanceNorm1d(WIDTH, track_running_stats=True))
-        self.register_buffer("mean", torch.tensor([-0.0, torch.nan]))  # bits that arithmetic would not keep
-        self.register_buffer("rows", torch.zeros(1))
-        self.num_rows = 1
-        self.error = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean += x.mean()
-        if len(self.rows) < len(x):  # a cache that grows
-            self.rows, self.num_rows = torch.zeros(len(x)), len(x)
-        assert len(self.rows) == self.num_rows
-        self.register_buffer("new", torch.zeros(1))
-        self.num_calls = 1
-        x = self.norm(x) * random.random() * np.random.rand() * torch.rand(())
-        self.eval()
-        if self.error is not None:
-            raise self.error("in forward")
-        return x
-
-
-def state(model: Remembers) -> tuple[Any, ...]:
-    buffers = {name: (id(buffer), buffer.numpy().tobytes()) for name, buffer in model.named_buffers()}
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    attributes = [{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in model.modules()]
-    numbers = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    return buffers, hooks, attributes, numbers
-
-
-@pytest.mark.parametrize("error", [None, ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
-def test_no_trace_is_left_also_where_the_run_raises(error: type[BaseException] | None) -> None:
-    model = Remembers(error)
-    batches = vectors()
-    before = state(model)
-    if error is None:
-        assert find_batch_dependent_module(model, model, *batches) is None
-    else:
-        with pytest.raises(error, match="in forward"):
-            find_batch_dependent_module(model, model, *batches)
-    assert state(model) == before
+    assert found_in(*[nn.Sequential(rounding(2**-8), route) for _ in range(4)]) is None  # as in bfloat16
+    assert found_in(rounding(2**-24), MinusMean()) == "1 (MinusMean)"
+    assert found_in(rounding(2**-8), MinusMean()) == "model (Sequential)"  # found, if not where
 
 
 def test_no_gradients_are_taken_and_none_are_lost() -> None:

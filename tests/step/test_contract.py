@@ -181,34 +181,29 @@ def test_another_error_is_no_recovery_and_reaches_all_ranks(place: str, where: s
         assert fails_here or str(error).startswith("on rank 1, KeyError")
 
 
-class Random(ToyWork):
-    """Draws a number for each sample."""
+class Nothing:
+    """The state of a computation that changes nothing."""
 
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(self._draw)
-        self.device, self._fault = torch.device("cpu"), fault
+    def save(self) -> None: ...
 
-        class Nothing:
-            def save(self) -> None: ...
+    def put_back(self) -> None: ...
 
-            def put_back(self) -> None: ...
-
-            def end(self) -> None: ...
-
-        self.state: Any = Nothing()
-
-    def _draw(self, samples: Sequence[int]) -> list[float]:
-        drawn: list[float] = torch.rand(len(samples)).tolist()
-        self._fault("forward", samples)
-        return drawn
+    def end(self) -> None: ...
 
 
 def test_samples_that_run_again_as_they_were_meet_the_same_random_numbers() -> None:
-    def drawn(times: int) -> tuple[list[Any], float]:
+    def drawn(times: int) -> tuple[list[list[float]], float]:
+        def draw(samples: Sequence[int]) -> list[float]:
+            numbers: list[float] = torch.rand(len(samples)).tolist()
+            fault("forward", samples)
+            return numbers
+
         torch.manual_seed(0)
         fault = Fault("forward", times)
-        runner = StepRunner(Random(fault), TokenLimit())
-        results: list[Any] = []
+        work = ToyWork(draw, device=torch.device("cpu"))
+        work.state = Nothing()  # type: ignore[assignment]
+        runner = StepRunner(work, TokenLimit())
+        results: list[list[float]] = []
         for number, batches in enumerate(STEPS):
             fault.armed = number == 1
             runner.begin()
@@ -221,13 +216,18 @@ def test_samples_that_run_again_as_they_were_meet_the_same_random_numbers() -> N
     assert drawn(1) == drawn(0)
 
 
-def test_where_recovery_is_off_the_error_says_what_to_set() -> None:
-    fault = Fault("forward", 1)
+def failing(work: type[Learning] = Learning, place: str = "forward", **settings: Any) -> StepRunner[Any, Any, Any]:
+    """Return a runner that has begun a step and runs out of memory."""
+    fault = Fault(place, 1)
     fault.armed = True
-    runner = StepRunner(Learning(fault), TokenLimit(), recovers=False)
+    runner: StepRunner[Any, Any, Any] = StepRunner(work(fault), TokenLimit(), **settings)
     runner.begin()
+    return runner
+
+
+def test_where_recovery_is_off_the_error_says_what_to_set() -> None:
     with pytest.raises(DoesNotFitError, match=r"set adaptive_batching\.recover_from_oom=True"):
-        runner.add([4, 4])
+        failing(recovers=False).add([4, 4])
 
 
 def test_a_host_may_say_that_a_part_is_final() -> None:
@@ -235,9 +235,5 @@ def test_a_host_may_say_that_a_part_is_final() -> None:
         def why_final(self, part: Part) -> str | None:
             return "parameters are updated already"
 
-    fault = Fault("backward", 1)
-    fault.armed = True
-    runner = StepRunner(Updates(fault), TokenLimit())
-    runner.begin()
     with pytest.raises(DoesNotFitError, match="parameters are updated already"):
-        runner.add([4, 4])
+        failing(Updates, "backward").add([4, 4])

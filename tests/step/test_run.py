@@ -21,19 +21,10 @@ ALONE = Ranks(alone=True)
 
 
 class Group:
-    """A process group of gloo, which counts what it has issued."""
-
-    def __init__(self) -> None:
-        self.num_issued = 0
+    """A process group that does not count what it issues."""
 
     def _get_backend(self, device: torch.device) -> Group:
-        return self
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.num_issued
-
-
-GROUP = Group()
+        raise RuntimeError
 
 
 class Sharded(FSDPModule, nn.Module):
@@ -48,97 +39,38 @@ class Sharded(FSDPModule, nn.Module):
     def set_custom_all_gather(self, comm: Any) -> None:
         self.gather = comm
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        self.scatter = comm
-
-    def reset_iter_state(self) -> None:
-        pass
-
-    def _get_fsdp_state(self) -> Any:
-        class State:
-            _fsdp_param_groups: tuple[Any, ...] = ()
-
-        return State
-
-
-@pytest.fixture
-def issued(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the all-gathers that were issued, in order; one of size 13 fails before that, one of 17 after it."""
-    sizes: list[int] = []
-
-    def all_gather(output: torch.Tensor, given: torch.Tensor, group: Group, async_op: bool = False) -> Wait:
-        if given.numel() == 13:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        group.num_issued += 1
-        sizes.append(given.numel())
-        return Wait(lambda: exhaust() if given.numel() == 17 else None)
-
-    def exhaust() -> None:
-        raise RuntimeError("std::bad_alloc")
-
-    for name in ("all_gather_into_tensor", "all_gather_single"):
-        monkeypatch.setattr(torch.distributed, name, all_gather, raising=False)
-    return sizes
+    def set_custom_reduce_scatter(self, comm: Any) -> None: ...
 
 
 def forward(model: Sharded, sizes: list[int], *, fails: bool = False) -> None:
     for size in sizes:
-        model.gather(torch.zeros(2 * size), torch.zeros(size), GROUP)
+        model.gather(torch.zeros(2 * size), torch.zeros(size), Group())
     if fails:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def recorded(sizes: list[int]) -> tuple[Sharded, MicroBatchCollectives]:
-    model = Sharded()
-    collectives = MicroBatchCollectives([model])
-    collectives.start()
-    forward(model, sizes)
-    collectives.finish()
-    return model, collectives
-
-
-def test_a_rank_that_fails_issues_what_is_left_of_the_step(issued: list[int]) -> None:
-    model, collectives = recorded([1, 2, 3])
-    issued.clear()
-    discarded: list[list[int]] = []
-    outcome = run_parts(
-        [lambda: forward(model, [1, 2, 3]), lambda: forward(model, [1], fails=True), lambda: forward(model, [1, 2, 3])],
-        ALONE, collectives, lambda: discarded.append(list(issued)),
-    )  # fmt: skip
-    assert (outcome.failed, outcome.failed_here) == (True, 1)
-    assert issued == [1, 2, 3, 1, 2, 3, 1, 2, 3]
-    assert discarded == [[1, 2, 3, 1], issued], "before anything more is issued, and at the end"
-
-
-def test_a_collective_that_fails_is_issued_again_only_if_it_has_not_been_yet(issued: list[int]) -> None:
-    model, collectives = recorded([1, 2, 3])
-    issued.clear()
-
-    def fails_within_a_call() -> None:
-        forward(model, [1])
-        model.gather(torch.zeros(26), torch.zeros(13), GROUP)  # instead of 2
-
-    run_parts([fails_within_a_call], ALONE, collectives, lambda: None)
-    assert issued == [1, 2, 3]
-    issued.clear()
-    with pytest.raises(CannotRecoverError, match="whether the other ranks got what they wait for is unknown") as error:
-        run_parts([lambda: forward(model, [17])], ALONE, collectives, lambda: None)
-    assert issued == [17]
-    assert not is_out_of_memory(error.value), "or it would be recovered from"
-
-
 @pytest.mark.parametrize("varied_before", [False, True])
 def test_a_sequence_that_varies_is_never_used_for_draining(
-    varied_before: bool, issued: list[int], caplog: pytest.LogCaptureFixture
+    varied_before: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, collectives = recorded([1, 2, 2, 2, 3])
+    issued: list[int] = []
+
+    def all_gather(output: torch.Tensor, given: torch.Tensor, group: Group, async_op: bool = False) -> Wait:
+        issued.append(given.numel())
+        return Wait()
+
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        monkeypatch.setattr(dist, name, all_gather, raising=False)
+    model = Sharded()
+    collectives = MicroBatchCollectives([model])
+    run_parts([lambda: forward(model, [1, 2, 2, 2, 3])], ALONE, collectives)
     if varied_before:
-        assert not run_parts([lambda: forward(model, [1, 2, 3])], ALONE, collectives, lambda: None).failed
+        assert not run_parts([lambda: forward(model, [1, 2, 3])], ALONE, collectives).failed
         assert "forward and backward vary" in caplog.text
     breaks_off = [1, 2] if varied_before else [1, 3]
     issued.clear()
     with pytest.raises(CannotRecoverError, match="what they wait for is unknown") as error:
-        run_parts([lambda: forward(model, breaks_off, fails=True)], ALONE, collectives, lambda: None)
+        run_parts([lambda: forward(model, breaks_off, fails=True)], ALONE, collectives)
     assert issued == breaks_off
     assert not is_out_of_memory(error.value), "or the probe would go on with ranks that are lost"
 

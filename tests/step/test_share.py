@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -68,18 +68,6 @@ def test_each_sample_is_in_one_part_within_the_limit_and_no_step_is_slower(
     assert (share.as_drawn.slowest, share.time.slowest) == pytest.approx((in_step(times_drawn), in_step(times)))
     assert share.time.mean == pytest.approx(sum(map(sum, times)) / len(lengths))
     assert share == share_out(tuple(map(tuple, lengths)), cost, speeds, limit, pads=pads), "on every rank"
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 30), max_size=3), min_size=2, max_size=3).filter(any))
-def test_no_other_assignment_is_faster_by_more_than_graham_allows(lengths: list[list[int]]) -> None:
-    samples, ranks = [*chain(*lengths)][:7], range(len(lengths))
-    lengths = [samples[rank :: len(lengths)] for rank in ranks]
-    best = min(
-        max(sum(tokens for tokens, rank in zip(samples, chosen, strict=True) if rank == each) for each in ranks)
-        for chosen in product(ranks, repeat=len(samples))
-    )
-    assert share_out(lengths, TOKENS).time.slowest <= 4 / 3 * 1.02 * best
 
 
 def test_drawn_steps_take_two_percent_more_than_the_least_possible_and_most_samples_stay() -> None:

@@ -1,24 +1,17 @@
-"""Ranks share out a step: how they agree on it, and how samples get from one to another."""
+"""How ranks agree on the share of a step that each computes."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from adaptive_batching._ranks.agree import Ranks, is_lost_rank
 from adaptive_batching._step.share import SampleCost
 from adaptive_batching._step.sharing import Sharing
-from tests.support.ranks import start_ranks
 
 LENGTHS = [100] * 12
 
@@ -61,17 +54,19 @@ def samples_here(sharing: Sharing) -> int:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "pace", "expected"),
-    [(1.0, 1 / 113, 12), (1.0, 1 / 120, 12), (0.5, 1 / 113, 18), (None, 1 / 113, 12), (1.0, None, 12)],
+    ("seconds", "waits", "pace", "expected"),
+    [
+        (1.0, False, 1 / 113, 12),
+        (0.5, False, 1 / 113, 18),
+        (0.5, True, 1 / 113, 12),  # the pace of ranks that wait for each other says nothing
+        (None, False, 1 / 113, 12),
+        (1.0, False, None, 12),
+    ],
 )
 def test_a_rank_that_is_measured_to_be_faster_computes_more(
-    seconds: float | None, pace: float | None, expected: int
+    seconds: float | None, waits: bool, pace: float | None, expected: int
 ) -> None:
-    assert samples_here(shared_with(seconds=seconds, pace=pace)) == expected
-
-
-def test_the_pace_of_ranks_that_wait_for_each_other_says_nothing() -> None:
-    assert samples_here(shared_with(seconds=0.5, waits=True, pace=1 / 113)) == 12
+    assert samples_here(shared_with(seconds=seconds, waits=waits, pace=pace)) == expected
 
 
 def test_ranks_share_out_by_what_attention_costs_on_all_of_them() -> None:
@@ -143,25 +138,3 @@ def test_the_least_limit_of_all_ranks_counts() -> None:
     sharing = shared_with(limit=300)
     assert sharing.last is not None
     assert all(len(part) <= 3 for turns in sharing.last.parts for part in turns)
-
-
-def exchange() -> None:
-    """Tell and send between two ranks, of which the second ends before it has sent what it said it would."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    ranks = Ranks()
-    other = 1 - ranks.rank
-    for sizes in ((1, 10), (1, 5000), (5000, 6000)):
-        assert ranks.gather("x" * sizes[ranks.rank]) == ["x" * size for size in sizes]
-    assert ranks.exchange({other: b"from %d" % ranks.rank}, [other]) == [b"from %d" % other]
-    assert ranks.exchange({} if ranks.is_first else {0: b"more"}, [1] * ranks.is_first) == [b"more"] * ranks.is_first
-    assert ranks.exchange({other: b""}, [other]) == [b""], "as of a failure"
-    if not ranks.is_first:
-        dist.send(torch.tensor([100]), 0, group=ranks._group)
-        os._exit(0)
-    with pytest.raises(RuntimeError) as lost:
-        ranks.exchange({}, [1])
-    assert is_lost_rank(lost.value)
-
-
-def test_ranks_tell_and_send_each_other_and_do_not_wait_for_one_that_has_ended(tmp_path: Path) -> None:
-    assert start_ranks(exchange, folder=tmp_path), (tmp_path / "output.txt").read_text()

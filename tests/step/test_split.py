@@ -74,23 +74,12 @@ def test_each_sample_is_in_one_part_and_no_part_is_too_large_but_single_samples(
         assert rule.samples is None or len(part) <= rule.samples
         assert len(part) == 1 or min_parts > 1 or rule.max_tokens is None or count <= rule.max_tokens
     assert len(split) >= min(min_parts, len(lengths))
+    if rule.max_tokens is not None and limit is None and pads and min_parts == 1:
+        longest = [max(lengths[index] for index in part) for part in split]
+        assert longest == sorted(longest, reverse=True), "one that does not fit fails before work is done"
     if rule.max_tokens is None and (limit is None or in_order):
         assert in_split == everything, "in their order"
     assert split == split_samples(tuple(lengths), rule, limit, **how), "on every rank"
-
-
-@settings(max_examples=300, deadline=None)
-@given(lengths_of_samples, st.integers(1, 5000), st.floats(0, 1000))
-def test_sorted_samples_cost_no_more_than_as_they_come(
-    lengths: list[int], max_tokens: int, forward_cost: float
-) -> None:
-    split = split_samples(lengths, by_tokens(max_tokens, forward_cost))
-    longest = [max(lengths[index] for index in part) for part in split]
-    assert longest == sorted(longest, reverse=True), "one that does not fit fails before work is done"
-    in_order = in_order_within(lengths, max_tokens)
-    assert cost(split, lengths, forward_cost) <= cost(in_order, lengths, forward_cost)
-    least_padding = split_samples(lengths, by_tokens(max_tokens))
-    assert sum(tokens(least_padding, lengths)) <= sum(tokens(in_order, lengths))
 
 
 @settings(max_examples=100, deadline=None)
@@ -116,10 +105,8 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_co
 @given(lengths_of_samples, st.integers(1, 5000))
 def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[int], max_tokens: int) -> None:
     split = split_samples(lengths, by_tokens(max_tokens), pads=False)
-    assert sorted(index for part in split for index in part) == list(range(len(lengths)))
     sums = [sum(lengths[index] for index in part) for part in split]
     assert sums == sorted(sums, reverse=True), "one that does not fit fails before work is done"
-    assert all(count <= max_tokens or len(part) == 1 for count, part in zip(sums, split, strict=True))
     together = [count for count in sums if count <= max_tokens]
     assert max(together, default=0) - min(together, default=0) <= max(lengths), "none is left with little"
     assert len(together) <= 2 * sum(together) / max_tokens + 1
