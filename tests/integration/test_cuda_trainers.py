@@ -160,7 +160,6 @@ def test_a_trainer_that_runs_out_of_memory_takes_the_steps_of_one_that_does_not(
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "alike heads": ("Llama", dict(num_key_value_heads=8)),
     "grouped heads": ("Llama", dict(num_key_value_heads=2)),
     # Tokens see fewer than most samples have, which weights of this size make a difference of.
     "window": ("Mistral", dict(num_key_value_heads=2, sliding_window=16, initializer_range=0.1)),
@@ -178,7 +177,7 @@ def make_model(name: str) -> Any:
     ("model", "dtype"),
     [
         ("grouped heads", "bf16"), ("grouped heads", "float32"), ("window", "bf16"), ("window", "float32"),
-        ("alike heads", "bf16"), ("grouped heads", "fp16"),
+        ("grouped heads", "fp16"),
     ],
 )  # fmt: skip
 def test_rows_without_padding_take_the_steps_of_trainers_padded_batch(

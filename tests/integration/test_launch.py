@@ -62,9 +62,7 @@ def test_an_installed_wheel_in_any_directory(inputs: Path, tmp_path: Path) -> No
     assert "what was decided, and why" in output
 
 
-def test_the_command_line_lists_recipes_and_configs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_line_lists_recipes_and_configs(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_this_process("ls") == 0
     listed = capsys.readouterr().out
     rows = [line.split() for line in listed.splitlines()]

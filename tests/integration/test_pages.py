@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 import adaptive_batching.torchtune
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune.names import config_files
 from adaptive_batching._torchtune.stock.loading import load_stock
 from tests.conftest import ROOT, TuneRun
 from tests.integration.faults import disarm, plan
@@ -99,9 +100,9 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     f"{RUN} --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 {MANY}": (
         "tests/integration/test_two_ranks.py has two agents"
     ),
-    "pip install '.[torchtune]'": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
+    "pip install '.[torchtune]'": "tests/integration/test_launch.py installs a wheel",
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
-    "pip install '.[transformers]'": Elsewhere("test_a_trainer_of_transformers_trains"),
+    "pip install '.[transformers]'": "tests/transformers needs what it installs",
     "pip install '.[eval]'": Elsewhere("test_an_evaluation_runs"),
     f"{RUN} eleuther_eval --config llama3_2/evaluation use_maximum_batch_size=True 'tasks=[hellaswag,gsm8k]'": (
         Elsewhere("test_an_evaluation_runs")
@@ -154,15 +155,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_environment(folder / ".venv", checkout=folder)
     for extra in ("torchtune", "dev", "bench"):
         (folder / ".venv" / f".{extra}").touch()
-    return folder
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ``.venv`` that the page's command has installed the package into."""
-    folder = tmp_path_factory.mktemp("installed")
-    make_environment(folder / ".venv")
-    assert "Collecting torch" not in finish(in_shell("pip install '.[torchtune]'", ROOT, folder / ".venv"))
     return folder
 
 
@@ -226,23 +218,6 @@ def optional_dependencies() -> set[str]:
 
 
 @pytest.mark.slow
-def test_pip_installs_what_works_from_an_empty_folder(installed: Path, inputs: Path, tmp_path: Path) -> None:
-    def run(command: str) -> str:
-        return finish(in_shell(command, tmp_path, installed / ".venv"))
-
-    assert str(installed) in run("command -v adaptive-batching")
-    assert str(installed) in run("python -c 'import adaptive_batching; print(adaptive_batching.__file__)'")
-    assert "lora_finetune_distributed" in run("adaptive-batching ls")
-    run(MY_CONFIG)
-    assert "Config is well-formed!" in run("adaptive-batching validate my_config.yaml")
-    (tmp_path / "my_schedules.py").write_text(schedules())
-    line = "adaptive-batching run full_finetune_single_device --config my_config.yaml epochs=2"
-    line += " batch_increase_function=my_schedules.add_eight batch_size=4"
-    output = run(f"{line} {small(line, inputs, tmp_path / 'out')}")
-    assert "batch size grows from 4 to 12 at epoch 1" in output and "the page of this run: " in output
-
-
-@pytest.mark.slow
 def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing(tmp_path: Path) -> None:
     venv = tmp_path / ".venv"
     make_environment(venv)
@@ -263,16 +238,6 @@ def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_miss
     assert "Traceback" not in missing
 
 
-def test_a_trainer_of_transformers_trains(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-    from adaptive_batching.transformers import AdaptiveArguments
-    from tests.transformers.trainers import make_trainer
-
-    trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
-    trainer.train()
-    assert trainer.adaptive.max_tokens == 24 * trainer.adaptive.probe.enough
-
-
 @pytest.mark.xdist_group("harness")
 def test_an_evaluation_runs(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -283,21 +248,11 @@ def test_an_evaluation_runs(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(load_stock("eleuther_eval"), "TaskManager", task_manager)
     [command] = [command for command in COMMANDS if " run eleuther_eval " in command]
-    values = evaluation_config(tmp_path, inputs) | {"adaptive_batching": {"max_batch_size": 16}, "limit": 2}
-    overrides = [f"{key}={value}" for key, value in flattened({**values, "tasks": "[small_letters]"})]
-    words = [word for word in shlex.split(command)[1:] if not word.startswith("tasks=")]
-    assert in_this_process(*words, *overrides) == 0
+    small = {**evaluation_config(tmp_path, inputs), "adaptive_batching": {"max_batch_size": 16}, "limit": 2}
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(config_files()["llama3_2/evaluation"]), small), "mine.yaml")
+    words = shlex.split(command.replace("llama3_2/evaluation", "mine.yaml"))[1:-1]
+    assert in_this_process(*words, "tasks=[small_letters]") == 0
     assert "|small_letters|" in caplog.text
-    assert in_this_process(*words, *overrides, "micro_batch_size=auto") == 2
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the overrides of the command line that set ``values``."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", "null" if value is None else str(value).replace("'", "").replace(" ", "")
 
 
 @pytest.mark.slow

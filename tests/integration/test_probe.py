@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,22 +21,16 @@ from tests.support.overrides import WIDE
 from tests.support.records import events, without_sizes
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
-
-
+IN_BACKWARD = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
+PAGED = "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"
 CASES = {
     "full": ("full",),
     "full-binary-search": ("full", "adaptive_batching.search=binary_search"),
     "full-accumulation": ("full", "gradient_accumulation_steps=2"),
-    "full-optimizer-in-backward": ("full", "optimizer_in_bwd=True", "clip_grad_norm=null"),
+    "full-optimizer-in-backward": ("full", *IN_BACKWARD),
     "full-packed": ("full", "dataset.packed=True"),
-    "full-checkpointing": ("full", "enable_activation_checkpointing=True"),
     "full-compile": ("full", "compile=True"),
-    "full-paged-in-backward": (
-        "full",
-        "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit",
-        "optimizer_in_bwd=True",
-        "clip_grad_norm=null",
-    ),
+    "full-paged-in-backward": ("full", PAGED, *IN_BACKWARD),
     # Without merging: on the cpu stock merges into the model that it goes on training.
     "lora-dropout": ("lora", "model.lora_dropout=0.1", "save_adapter_weights_only=True"),
     "qlora": ("lora", "model.quantize_base=True", *WIDE, "save_adapter_weights_only=True"),
@@ -43,10 +38,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_leaves_no_trace(
+    case: str, tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A probe that is bound to the configured size changes no bit of the run that follows."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    stock = tune_run(*CASES[case], name="stock", stock=True)
+    stock = baseline(*CASES[case], stock=True)
     ours = tune_run(*CASES[case], *PROBE, "adaptive_batching.max_batch_size=4", name="ours")
     [probe] = events(ours, "probe")
     assert probe["batch_size"] == 4
@@ -59,26 +56,21 @@ def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: py
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("kind", ["full"])
-def test_a_probe_that_went_over_its_limit_leaves_no_trace(
-    kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_went_over_its_limit_leaves_no_trace(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuMeter, "fails_safely", True)  # as on a GPU
-    constant = {"lr_scheduler": None} if kind == "full" else {}
-    rate = [] if constant else ["lr_scheduler.num_warmup_steps=0", "lr_scheduler.num_cycles=0"]
-    few = ["dataset.split=train[:160]", "tokenizer.max_seq_len=256", "epochs=1", *rate]
+    few = ["dataset.split=train[:160]", "tokenizer.max_seq_len=256", "epochs=1"]
+    run = partial(tune_run, "full", *few, replaced={"lr_scheduler": None})
     # What a process loads and keeps in its first run is no memory of the second.
-    tune_run(kind, *few, "batch_size=1", "max_steps_per_epoch=1", name="first", stock=True, replaced=constant)
+    run("batch_size=1", "max_steps_per_epoch=1", name="first", stock=True)
     meter = CpuMeter()
     meter.release()
-    ours = tune_run(
-        kind, *few, "batch_size=1", "use_maximum_batch_size=True", "adaptive_batching.search=binary_search",
-        f"adaptive_batching.memory_limit={meter.used_bytes() + 230 * 2**20}", name="ours", replaced=constant,
-    )  # fmt: skip
+    limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 230 * 2**20}"
+    searched = ["use_maximum_batch_size=True", "adaptive_batching.search=binary_search", limit]
+    ours = run("batch_size=1", *searched, name="ours")
     [probe] = events(ours, "probe")
     assert any(not m["fits"] for m in probe["measurements"])
     assert 10 < probe["batch_size"] < 150
-    stock = tune_run(kind, *few, f"batch_size={probe['batch_size']}", name="stock", stock=True, replaced=constant)
+    stock = run(f"batch_size={probe['batch_size']}", name="stock", stock=True)
     assert without_sizes(ours.metrics) == stock.metrics
     assert_same_weights(ours.weights(epoch=0), stock.weights(epoch=0))
 
@@ -101,25 +93,15 @@ def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun, caplo
     assert stock.metrics[0]["loss"] == exact.metrics[0]["loss"], "the same fifty samples in the first step"
 
 
-@pytest.mark.parametrize(
-    ("kind", "overrides", "batch_size", "search"),
-    [
-        # What stock sizes for the configured batch grows between the two sizes that are traced.
-        ("full", ["batch_size=2", "epochs=1"], 32, "predict"),
-        # Accumulation leaves data for one step.
-        ("lora", ["gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False"], 16, "predict"),
-    ],
-)
-def test_the_step_of_any_configured_batch_is_traced(
-    kind: str, overrides: list[str], batch_size: int, search: str, tune_run: TuneRun
-) -> None:
-    run = tune_run(kind, *PROBE, *overrides)
+def test_the_step_of_any_configured_batch_is_traced(tune_run: TuneRun) -> None:
+    """What stock sizes for the configured batch grows between the two sizes that are traced."""
+    [probe] = events(tune_run("full", *PROBE, "batch_size=2", "epochs=1", name="two"), "probe")
+    assert (probe["search"], probe["batch_size"]) == ("predict", 32) and len(probe["measurements"]) <= 3
+    accumulates = ["gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False"]
+    run = tune_run("lora", *PROBE, *accumulates, name="accumulates")
     [probe] = events(run, "probe")
-    assert (probe["search"], probe["batch_size"]) == (search, batch_size)
-    if kind == "full":
-        assert len(probe["measurements"]) <= 3
-    else:
-        assert [(e["steps"], e["samples"]) for e in events(run, "epoch")] == [(1, 48)] * 2
+    assert (probe["search"], probe["batch_size"]) == ("predict", 16)
+    assert [(e["steps"], e["samples"]) for e in events(run, "epoch")] == [(1, 48)] * 2, "data for one step each"
 
 
 def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ PROBED = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", 
 
 
 @pytest.fixture
-def one_failure(monkeypatch: pytest.MonkeyPatch) -> Any:
+def one_failure(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have the fifth forward of training run out of memory."""
     train = TrainingLoop.run
 
@@ -35,16 +36,22 @@ def one_failure(monkeypatch: pytest.MonkeyPatch) -> Any:
         train(loop)
 
     disarm()
-    plan.update(where="backward", layer=0, calls=0, call=2**40, times=0)
+    plan.update(call=2**40)
     monkeypatch.setattr(TrainingLoop, "run", armed)
     yield
     disarm()
 
 
 @pytest.mark.usefixtures("one_failure")
-def test_a_run_leaves_a_record_and_a_page_that_say_the_same(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_a_record_and_a_page_that_say_what_tensorboard_gets(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conftest, "makes_pages", True)
-    run = tune_run("full", *GROW, *PROBED, "metric_logger.api_key=hunter2", "my_Token=hunter2")
+    logger = {
+        "_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "${output_dir}/logs",
+        "api_key": "hunter2",
+    }  # fmt: skip
+    run = tune_run("full", *GROW, *PROBED, "my_Token=hunter2", replaced={"metric_logger": logger})
     folder = run.output_dir / "adaptive_batching"
     assert sorted(path.name for path in folder.iterdir()) == ["probe.json", "report.html", "report.jsonl"]
     assert not [path for path in folder.iterdir() if "hunter2" in path.read_text()], "secrets are left out"
@@ -52,25 +59,23 @@ def test_a_run_leaves_a_record_and_a_page_that_say_the_same(tune_run: TuneRun, m
     assert record["run"][0]["config"]["metric_logger"]["api_key"] == "(masked)"
     check_the_page(folder, record)
     check_the_schema(record)
-    check_the_metrics(dict(enumerate(run.metrics, 1)), record)
+    check_the_metrics(logged_in(run.output_dir / "logs"), record)
     check_that_it_is_made_again(run)
 
 
-@pytest.mark.usefixtures("one_failure")
-def test_tensorboard_gets_the_metrics(tune_run: TuneRun) -> None:
+def logged_in(folder: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step that TensorBoard has."""
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed (extra dev)"
     )
-    logger = {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "${output_dir}/logs"}
-    run = tune_run("full", *GROW, "adaptive_batching.max_batch_size=8", replaced={"metric_logger": logger})
-    [folder] = {path.parent for path in (run.output_dir / "logs").rglob("events.out.tfevents.*")}
-    read = reader.EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    [written] = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+    read = reader.EventAccumulator(str(written), size_guidance={"tensors": 0})
     read.Reload()
     metrics: dict[int, dict[str, float]] = {}
     for name in read.Tags()["tensors"]:  # as stock writes numbers
         for event in read.Tensors(name):
             metrics.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
-    check_the_metrics(metrics, read_events(run.output_dir / "adaptive_batching" / "report.jsonl"))
+    return metrics
 
 
 def check_the_page(folder: Path, record: dict[str, Any]) -> None:
