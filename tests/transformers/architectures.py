@@ -16,7 +16,6 @@ _SIZES = dict(
     intermediate_size=64, num_hidden_layers=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
     eos_token_id=2,
 )  # fmt: skip
-_AS_GPT2 = dict(n_embd=32, n_layer=2, n_head=4)
 _EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 _WINDOW = dict(sliding_window=8)  # shorter than a sample
 _MIXED = dict(**_WINDOW, layer_types=["sliding_attention", "full_attention"])
@@ -38,9 +37,6 @@ END_TO_END: dict[str, dict[str, Any]] = {
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon": ("0 of 2 layers attend by transformers' AttentionInterface", {}),
     "Bloom": ("0 of 2 layers attend", {}),
-    "Mpt": ("0 of 2 layers attend", dict(d_model=32, n_heads=4, n_layers=2)),
-    "GPTJ": ("0 of 2 layers attend", dict(rotary_dim=4, **_AS_GPT2)),
-    "CodeGen": ("0 of 2 layers attend", dict(rotary_dim=4, **_AS_GPT2)),
     "Mamba": ("0 of 2 layers attend", {}),
     "Qwen3Next": ("1 of 2 layers attend", {**_EXPERTS, **_LINEAR}),
     "Lfm2": ("1 of 2 layers attend", dict(layer_types=["conv", "full_attention"])),

@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import all_that_fits, without_pages
 
+pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
 
 @pytest.fixture(autouse=True)
 def no_pages_and_no_speed(request: pytest.FixtureRequest) -> Iterator[None]:

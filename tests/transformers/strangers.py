@@ -6,11 +6,11 @@ with parts of a batch: the training of the whole batch, or a refusal.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer
 
-from adaptive_batching import ConfigError
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
-from tests.conftest import without_pages
 from tests.transformers import trainers
 from tests.transformers.trainers import Features
 
 IGNORED = -100
 SAME = ""
 """Parts of a batch train as the whole batch does."""
-
-Make = Callable[[Path, AdaptiveArguments | None], Any]
-"""(folder, our settings or None) -> a trainer, with a model of its own."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +58,8 @@ def llama(**settings: Any) -> Any:
 
 
 def classes(**settings: Any) -> Any:
-    """A classifier without dropout, unless settings have some; its loss takes no ``num_items_in_batch``."""
-    torch.manual_seed(0)
-    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **settings}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=3, **trainers.SIZES, **drop))
+    """A classifier whose loss takes no ``num_items_in_batch``."""
+    return trainers.make_bert("BertForSequenceClassification", **settings)
 
 
 def with_batch_norm() -> Any:
@@ -128,44 +121,11 @@ def dynamic_rope() -> Any:
     )  # fmt: skip
 
 
-def tied() -> Any:
-    return llama(tie_word_embeddings=True)
-
-
-def on_two_devices() -> Any:
-    """A model as ``from_pretrained(device_map="auto")`` spreads it over GPUs."""
-    model = llama()
-    model.hf_device_map = {"model": 0, "lm_head": 1}
-    return model
-
-
 def frozen() -> Any:
     model = llama()
     for parameter in model.model.layers[0].parameters():
         parameter.requires_grad = False
     return model
-
-
-def with_lora() -> Any:
-    import peft
-
-    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-    return peft.get_peft_model(llama(), settings)
-
-
-def experts() -> Any:
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            num_key_value_heads=2, pad_token_id=0, num_local_experts=4, num_experts_per_tok=2, **trainers.SIZES
-        )
-    )
-
-
-def bert(**settings: Any) -> Any:
-    return trainers.make_bert(**settings)
 
 
 def stepping_in_backward() -> Any:
@@ -256,30 +216,29 @@ class AveragingTrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = False
 
 
-def of_classes(loss: LossOf, model: Callable[[], Any] = classes, **given: Any) -> Callable[..., Any]:
-    return computing(loss, model, **{"collator": trainers.collate_classes, **given})
+OF_CLASSES: dict[str, Any] = {"collator": trainers.collate_classes}
 
 
-# --- losses over tokens: of logits [b, s, v] and labels [b, s]
+def classifying(model: Callable[[], Any] = classes, **given: Any) -> Callable[..., Any]:
+    return making(model, **OF_CLASSES, **given)
+
+
+# --- losses over tokens: of logits [n, v] and labels [n] of all tokens that are followed by one
 
 
 def shifted(model: Any, inputs: Features, labels: str = "labels") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [n, v] and labels [n] of all tokens that are followed by one."""
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits  # [b, s, v]
     return logits[:, :-1].flatten(0, 1), inputs[labels][:, 1:].flatten()
 
 
-def of_tokens(model: Any, inputs: Features, **options: Any) -> torch.Tensor:
-    """Return the loss of each token: zero where there is no target; [n]."""
-    return F.cross_entropy(*shifted(model, inputs), ignore_index=IGNORED, reduction="none", **options)
+def of_tokens(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, labels: str = "labels", **given: Any
+) -> Callable[..., Any]:
+    return computing(lambda trainer, model, inputs: loss(*shifted(model, inputs, labels)), **given)
 
 
-def mean_of_tokens(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    return F.cross_entropy(*shifted(model, inputs))
-
-
-def other_name(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    return F.cross_entropy(*shifted(model, inputs, "targets"))
+each_token = partial(F.cross_entropy, reduction="none")
+"""(logits, labels) -> the loss of each token, zero where there is no target; [n]."""
 
 
 def collate_targets(samples: list[Features]) -> Features:
@@ -307,50 +266,57 @@ def masking_pairs(samples: list[Features]) -> Features:
     return {**batch, "attention_mask": torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)}
 
 
-def class_weights_of_tokens(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    return F.cross_entropy(*shifted(model, inputs), weight=torch.linspace(0.2, 3, trainers.VOCABULARY))
+def class_weights_of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, weight=torch.linspace(0.2, 3, trainers.VOCABULARY))
 
 
-def label_smoothing(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    logits, labels = shifted(model, inputs)
+def label_smoothing(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     chances, is_target = logits.log_softmax(-1), labels != IGNORED
     found = -0.9 * chances.gather(1, labels.clamp(min=0)[:, None])[:, 0] - 0.1 * chances.mean(-1)
     return (found * is_target).sum() / is_target.sum()
 
 
-def focal(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    losses = of_tokens(model, inputs)
-    return ((1 - (-losses).exp()) ** 2 * losses).sum() / (inputs["labels"][:, 1:] != IGNORED).sum()
+def focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = each_token(logits, labels)
+    return ((1 - (-losses).exp()) ** 2 * losses).sum() / (labels != IGNORED).sum()
 
 
-def token_weights_of_targets(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def token_weights_of_targets(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Weights of tokens, and a mean over their number."""
-    losses, labels = of_tokens(model, inputs), inputs["labels"][:, 1:].flatten()
-    return (losses * (1 + labels % 3)).sum() / (labels != IGNORED).sum()
+    return (each_token(logits, labels) * (1 + labels % 3)).sum() / (labels != IGNORED).sum()
 
 
-def token_weights_of_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def token_weights_of_weights(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Weights of tokens, and a mean over these."""
-    losses, labels = of_tokens(model, inputs), inputs["labels"][:, 1:].flatten()
     weights = torch.where(labels == IGNORED, 0, 0.1 + labels % 5)
-    return (losses * weights).sum() / weights.sum()
+    return (each_token(logits, labels) * weights).sum() / weights.sum()
+
+
+def weighted_sum(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A sum over targets, of which each counts by its id, for ``compute_loss_func``."""
+    labels = labels[:, 1:].flatten()
+    losses = each_token(outputs.logits[:, :-1].flatten(0, 1), labels)
+    return (losses * labels).sum() / (1 if num_items_in_batch is None else num_items_in_batch)
 
 
 def last_token(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    last, rows = inputs["attention_mask"].sum(1) - 1, torch.arange(len(logits))
+    logits, last, rows = (
+        logits_of(model, inputs),
+        inputs["attention_mask"].sum(1) - 1,
+        torch.arange(len(inputs["labels"])),
+    )
     return F.cross_entropy(logits[rows, last - 1], inputs["input_ids"][rows, last])
 
 
-def mean_of_padded(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def mean_of_padded(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A mean over all places, those of padding included, as in scripts that forget to mask."""
-    return of_tokens(model, inputs).mean()
+    return each_token(logits, labels).mean()
 
 
 def mean_of_means(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     """Each sample's mean over its tokens, and the mean of these."""
     is_target = inputs["labels"][:, 1:] != IGNORED
-    losses = of_tokens(model, inputs).view_as(is_target)
+    losses = each_token(*shifted(model, inputs)).view_as(is_target)
     return (losses.sum(1) / is_target.sum(1)).mean()
 
 
@@ -359,7 +325,7 @@ def decay(model: Any) -> torch.Tensor:
 
 
 def decayed_mean(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    return mean_of_tokens(trainer, model, inputs) + decay(model)
+    return F.cross_entropy(*shifted(model, inputs)) + decay(model)
 
 
 class DecayedTrainer(Trainer):  # type: ignore[misc]
@@ -385,21 +351,20 @@ def two_means(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
 class DistillingTrainer(Trainer):  # type: ignore[misc]
     """Has its teacher in an attribute, and a mean over targets of how far the student is from it."""
 
+    over_padding = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         torch.manual_seed(7)
-        self.teacher = transformers.LlamaForCausalLM(self.model.config)
-
-    over_padding = False
+        self.teacher = transformers.LlamaForCausalLM(self.model.config).eval()
 
     def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
-        self.teacher.eval()
         student, labels = shifted(model, inputs)
         with torch.no_grad():
             teacher, _ = shifted(self.teacher, inputs)
-        of = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+        off = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
         is_target = torch.ones_like(labels) if self.over_padding else labels != IGNORED
-        loss = F.cross_entropy(student, labels) + (of * is_target).sum() / is_target.sum()
+        loss = F.cross_entropy(student, labels) + (off * is_target).sum() / is_target.sum()
         return (loss, {}) if return_outputs else loss
 
 
@@ -407,45 +372,49 @@ class PaddedDistillingTrainer(DistillingTrainer):
     over_padding = True  # reduction="batchmean" of all tokens
 
 
-class BalancingTrainer(Trainer):  # type: ignore[misc]
+def balanced_by_hand(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     """Adds the loss that balances experts by hand, with ``output_router_logits`` off in the config."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    def compute_loss(self, model: Any, inputs: Features, return_outputs: bool = False, **rest: Any) -> Any:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        outputs = model(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_router_logits=True
-        )  # fmt: skip
-        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
-        loss = loss + 0.02 * load_balancing_loss_func(outputs.router_logits, 4, 2, inputs["attention_mask"])
-        return (loss, outputs) if return_outputs else loss
+    mask = inputs["attention_mask"]
+    outputs = model(input_ids=inputs["input_ids"], attention_mask=mask, output_router_logits=True)
+    loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+    return loss + 0.02 * load_balancing_loss_func(outputs.router_logits, 4, 2, mask)  # type: ignore[no-any-return]
 
 
-# --- losses over samples: of logits [b, c] and labels [b]
+def experts() -> Any:
+    torch.manual_seed(0)
+    few = dict(num_key_value_heads=2, pad_token_id=0, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**few, **trainers.SIZES))
+
+
+# --- losses over samples: of logits [b, c], and inputs with labels [b]
 
 
 def logits_of(model: Any, inputs: Features) -> torch.Tensor:
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits  # type: ignore[no-any-return]
 
 
-def class_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def of_classes(loss: Callable[[torch.Tensor, Features], torch.Tensor], **given: Any) -> Callable[..., Any]:
+    given = {"model": classes, **OF_CLASSES, **given}
+    return computing(lambda trainer, model, inputs: loss(logits_of(model, inputs), inputs), **given)
+
+
+def each_sample(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
+    return F.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
+def class_weights(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
     """The forum's class-weighted loss, a mean over weights."""
-    return F.cross_entropy(logits_of(model, inputs), inputs["labels"], weight=torch.tensor([0.2, 1.0, 5.0]))
+    return F.cross_entropy(logits, inputs["labels"], weight=torch.tensor([0.2, 1.0, 5.0]))
 
 
-def focal_of_classes(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    losses = F.cross_entropy(logits_of(model, inputs), inputs["labels"], reduction="none")
-    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+def sample_weights(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
+    return (each_sample(logits, inputs) * inputs["weights"]).mean()
 
 
-def sample_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    losses = F.cross_entropy(logits_of(model, inputs), inputs["labels"], reduction="none")
-    return (losses * inputs["weights"]).mean()
-
-
-def sample_weights_of_weights(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    losses = F.cross_entropy(logits_of(model, inputs), inputs["labels"], reduction="none")
-    return (losses * inputs["weights"]).sum() / inputs["weights"].sum()
+def sample_weights_of_weights(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
+    return (each_sample(logits, inputs) * inputs["weights"]).sum() / inputs["weights"].sum()
 
 
 def collate_weights(samples: list[Features]) -> Features:
@@ -453,9 +422,9 @@ def collate_weights(samples: list[Features]) -> Features:
     return {**trainers.collate_classes(samples), "weights": weights}
 
 
-def contrastive(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def contrastive(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
     """Each sample's first logits against those of all others in the batch, as in SimCSE and CLIP."""
-    found = F.normalize(logits_of(model, inputs), dim=1)
+    found = F.normalize(logits, dim=1)
     near = F.normalize(found + 0.1 * found.roll(1, 1), dim=1)
     return F.cross_entropy(found @ near.T / 0.05, torch.arange(len(found)))
 
@@ -500,28 +469,35 @@ def gradient_penalty(trainer: Any, model: Any, inputs: Features) -> torch.Tensor
     return F.cross_entropy(logits, inputs["labels"]) + (slopes.flatten(1).norm(dim=1) - 1).square().mean()
 
 
-def two_heads(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    logits = logits_of(model, inputs)
-    return F.cross_entropy(logits, inputs["labels"]) + F.mse_loss(logits[:, 0], inputs["attention_mask"].sum(1) / 24)
-
-
-def in_numbers(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def in_numbers(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
     """A loss that reads its own value on the host, as scripts do that print it or branch by it."""
-    loss = F.cross_entropy(logits_of(model, inputs), inputs["labels"])
+    loss = F.cross_entropy(logits, inputs["labels"])
     return loss * 2 if loss.item() > 1e6 else loss
 
 
-def entropy_of_batch(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def entropy_of_batch(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
     """Rewards batches that use all classes, by the entropy of their mean prediction."""
-    logits = logits_of(model, inputs)
     mean = logits.softmax(-1).mean(0)
     return F.cross_entropy(logits, inputs["labels"]) + (mean * mean.log()).sum()
 
 
-def hardest(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+def hardest(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
     """Only the harder half of a batch counts, as in online hard example mining."""
-    losses = F.cross_entropy(logits_of(model, inputs), inputs["labels"], reduction="none")
-    return losses.topk(max(len(losses) // 2, 1)).values.mean()
+    return each_sample(logits, inputs).topk(max(len(logits) // 2, 1)).values.mean()
+
+
+def of_eight(logits: torch.Tensor, inputs: Features) -> torch.Tensor:
+    """A loss for batches of 8 alone, as scripts with ``drop_last`` may have."""
+    return F.cross_entropy(logits.view(8, -1), inputs["labels"])
+
+
+def balanced_by_gradients(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """Two losses weighted by the norms of their gradients, over the batch, as GradNorm does."""
+    logits = logits_of(model, inputs)
+    losses = F.cross_entropy(logits, inputs["labels"]), logits.square().mean()
+    head = model.classifier.weight
+    norms = [torch.autograd.grad(loss, head, retain_graph=True)[0].norm() for loss in losses]
+    return losses[0] + losses[1] * (norms[0] / norms[1]).detach()
 
 
 # --- steps
@@ -612,63 +588,43 @@ class GroupsTrainer(Trainer):  # type: ignore[misc]
         return self.optimizer
 
 
-class SummingTrainer(Trainer):  # type: ignore[misc]
-    """Sums its loss in an attribute, and logs the mean of its own."""
+class LoggingTrainer(Trainer):  # type: ignore[misc]
+    """Sums its loss in an attribute, appends it to a list, which is None until the first, and logs their mean."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sum, self.number = torch.tensor(0.0), 0
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().compute_loss(*args, **kwargs)
-        self.sum, self.number = self.sum + (found[0] if isinstance(found, tuple) else found).detach(), self.number + 1
-        return found
-
-    def log(self, logs: dict[str, float], *rest: Any) -> None:
-        if self.number:
-            logs["own"] = self.sum.item() / self.number
-            self.sum, self.number = torch.tensor(0.0), 0
-        super().log(logs, *rest)
-
-
-class ListingTrainer(SummingTrainer):
-    """Appends its loss to a list, which is None until the first."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        self.sum = torch.tensor(0.0)
         self.losses: list[torch.Tensor] | None = None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        found = Trainer.compute_loss(self, *args, **kwargs)
-        self.losses = [] if self.losses is None else self.losses
-        self.losses.append((found[0] if isinstance(found, tuple) else found).detach())
+        found = super().compute_loss(*args, **kwargs)
+        loss = (found[0] if isinstance(found, tuple) else found).detach()
+        self.sum, self.losses = self.sum + loss, self.losses or []
+        self.losses.append(loss)
         return found
 
     def log(self, logs: dict[str, float], *rest: Any) -> None:
         if self.losses:
-            logs["own"] = torch.stack(self.losses).mean().item()
-            self.losses = None
-        Trainer.log(self, logs, *rest)
+            logs["own"] = self.sum.item() / len(self.losses)
+            assert np.isclose(logs["own"], torch.stack(self.losses).mean().item())
+            self.sum, self.losses = torch.tensor(0.0), None
+        super().log(logs, *rest)
 
 
 # --- collators and data
 
 
-def popping(samples: list[Features]) -> Features:
-    """Takes fields out of the samples, which then have none."""
+def popping_and_padding(samples: list[Features]) -> Features:
+    """Takes labels out of the samples, which then have none, and makes their lists longer."""
     labels = [sample.pop("labels") for sample in samples]
-    return trainers.collate([{**sample, "labels": each} for sample, each in zip(samples, labels, strict=True)])
-
-
-def padding_in_place(samples: list[Features]) -> Features:
-    """Makes the lists of the samples longer."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    for sample in samples:
-        more = longest - len(sample["input_ids"])
-        sample["attention_mask"] = [1] * len(sample["input_ids"]) + [0] * more
+    longest = max(map(len, labels))
+    for sample, own in zip(samples, labels, strict=True):
+        more = longest - len(own)
+        sample["attention_mask"] = [1] * len(own) + [0] * more
         sample["input_ids"] += [0] * more
-        sample["labels"] += [IGNORED] * more
-    return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+        own += [IGNORED] * more
+    rows = {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+    return {**rows, "labels": torch.tensor(labels)}
 
 
 class Copied(list[Features]):
@@ -708,8 +664,12 @@ def alike_at_first(change: Callable[[Features], Features]) -> Callable[[], list[
 
 
 def one_length(sample: Features) -> Features:
-    ids = [*sample["input_ids"] * 9][:10]
+    ids = [*sample["input_ids"] * 9][:24]
     return {"input_ids": ids, "labels": ids}
+
+
+def of_one_length() -> list[Features]:
+    return [one_length(sample) for sample in trainers.make_data(NUM_SAMPLES)]
 
 
 def one_class(sample: Features) -> Features:
@@ -718,11 +678,6 @@ def one_class(sample: Features) -> Features:
 
 def one_weight(sample: Features) -> Features:
     return {**sample, "input_ids": [*sample["input_ids"][:-1], 7]}
-
-
-def of_one_length() -> list[Features]:
-    found = trainers.make_data(NUM_SAMPLES)
-    return [{"input_ids": [*each["input_ids"] * 9][:24], "labels": [*each["input_ids"] * 9][:24]} for each in found]
 
 
 def without_targets(share: int) -> Callable[[], list[Features]]:
@@ -736,16 +691,6 @@ def without_targets(share: int) -> Callable[[], list[Features]]:
         return found
 
     return data
-
-
-class Lengthy(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Has a length, and no items."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __iter__(self) -> Any:
-        return iter(trainers.make_data(NUM_SAMPLES))
 
 
 class TemperatureTrainer(AveragingTrainer):
@@ -768,21 +713,6 @@ def by_temperature(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     return F.cross_entropy(logits / trainer.temperature, labels, ignore_index=IGNORED)
 
 
-def balanced_by_gradients(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """Two losses weighted by the norms of their gradients, over the batch, as GradNorm does."""
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    losses = F.cross_entropy(logits, inputs["labels"]), logits.square().mean()
-    head = model.classifier.weight
-    norms = [torch.autograd.grad(loss, head, retain_graph=True)[0].norm() for loss in losses]
-    return losses[0] + losses[1] * (norms[0] / norms[1]).detach()
-
-
-def of_eight(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    """A loss for batches of 8 alone, as scripts with ``drop_last`` may have."""
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    return F.cross_entropy(logits.view(8, -1), inputs["labels"])
-
-
 class Thawing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Trains all layers after the first step, and keeps a moving average of the weights."""
 
@@ -800,92 +730,87 @@ class Thawing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 REFUSED = "."
 """Refused, in whatever words."""
 
+TARGETS: dict[str, Any] = {"labels": "targets", "collator": collate_targets, "remove_unused_columns": False}
+
 HABITS: Mapping[str, Habit] = {
     "Llama": Habit(making()),
-    "tied weights": Habit(making(tied)),
+    "tied weights": Habit(making(lambda: llama(tie_word_embeddings=True))),
     "frozen layers": Habit(making(frozen)),
-    "gradient checkpointing": Habit(making(gradient_checkpointing=True)),
-    "a model on two devices": Habit(making(on_two_devices), "device_map"),
     "groups in the optimizer": Habit(making(kind=GroupsTrainer)),
-    "LoRA with a head that is trained": Habit(making(with_lora)),
+    "gradient checkpointing": Habit(making(gradient_checkpointing=True)),
+    "LoRA with a head that is trained": Habit(making(lambda: trainers.with_lora(llama(), modules_to_save=["lm_head"]))),
     "NEFTune": Habit(making(neftune_noise_alpha=5.0), draws=True),
     "dynamic rotary frequencies": Habit(making(dynamic_rope, data=of_one_length)),
     "dynamic rotary frequencies of unlike lengths": Habit(making(dynamic_rope), REFUSED),
-    "batch norm": Habit(making(with_batch_norm, collator=trainers.collate_classes), "batch"),
-    "a codebook that follows its input": Habit(making(with_codebook, collator=trainers.collate_classes), REFUSED),
-    "an average in an attribute": Habit(making(with_attribute, collator=trainers.collate_classes), REFUSED),
-    "mean of tokens": Habit(computing(mean_of_tokens)),
-    "targets of another name": Habit(computing(other_name, collator=collate_targets, remove_unused_columns=False)),
+    "batch norm": Habit(classifying(with_batch_norm), "batch"),
+    "a codebook that follows its input": Habit(classifying(with_codebook), REFUSED),
+    "an average in an attribute": Habit(classifying(with_attribute), REFUSED),
+    "targets of another name": Habit(of_tokens(F.cross_entropy, **TARGETS)),
     "targets of another name, one length at first": Habit(
-        computing(other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)),
-        REFUSED,
+        of_tokens(F.cross_entropy, **TARGETS, data=alike_at_first(one_length)), REFUSED
     ),
+    "class weights": Habit(of_classes(class_weights), REFUSED),
     "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
+    "class weights of tokens": Habit(of_tokens(class_weights_of_tokens), REFUSED),
+    "label smoothing by hand": Habit(of_tokens(label_smoothing)),
+    "label_smoothing_factor": Habit(making(label_smoothing_factor=0.1)),
+    "focal loss of tokens": Habit(of_tokens(focal)),
+    "last token": Habit(computing(last_token)),
+    "weights of tokens over their number": Habit(of_tokens(token_weights_of_targets)),
+    "weights of tokens over their sum": Habit(of_tokens(token_weights_of_weights), REFUSED),
+    "weights of samples over their number": Habit(of_classes(sample_weights, collator=collate_weights)),
+    "weights of samples over their sum": Habit(of_classes(sample_weights_of_weights, collator=collate_weights)),
     "weights of samples, one weight at first": Habit(
         of_classes(sample_weights_of_weights, collator=collate_weights, data=alike_at_first(one_weight))
     ),
-    "class weights": Habit(of_classes(class_weights), REFUSED),
-    "class weights of tokens": Habit(computing(class_weights_of_tokens), REFUSED),
-    "label smoothing by hand": Habit(computing(label_smoothing)),
-    "focal loss": Habit(of_classes(focal_of_classes)),
-    "focal loss of tokens": Habit(computing(focal)),
-    "weights of tokens over their number": Habit(computing(token_weights_of_targets)),
-    "weights of tokens over their sum": Habit(computing(token_weights_of_weights), REFUSED),
-    "weights of samples over their number": Habit(of_classes(sample_weights, collator=collate_weights)),
-    "weights of samples over their sum": Habit(of_classes(sample_weights_of_weights, collator=collate_weights)),
-    "last token": Habit(computing(last_token)),
-    "mean over padding": Habit(computing(mean_of_padded), REFUSED),
+    "mean over padding": Habit(of_tokens(mean_of_padded), REFUSED),
     "mean of means": Habit(computing(mean_of_means)),
+    "a function that computes the loss": Habit(making(compute_loss_func=weighted_sum)),
     "L2 of weights and a mean": Habit(computing(decayed_mean)),
     "L2 of weights and Trainer's sum": Habit(making(kind=DecayedTrainer)),
     "two means over different numbers": Habit(computing(two_means), REFUSED),
-    "two heads": Habit(of_classes(two_heads)),
     "distillation": Habit(making(kind=DistillingTrainer)),
     "distillation over padding": Habit(making(kind=PaddedDistillingTrainer), REFUSED),
-    "experts balanced by hand": Habit(making(experts, kind=BalancingTrainer), REFUSED),
+    "experts balanced by hand": Habit(computing(balanced_by_hand, experts), REFUSED),
     "contrastive": Habit(of_classes(contrastive), REFUSED),
-    "R-Drop": Habit(of_classes(r_drop, lambda: classes(hidden_dropout_prob=0.2), kind=AveragingTrainer), draws=True),
-    "mixup": Habit(of_classes(mixup), REFUSED),
-    "center loss": Habit(making(classes, kind=CentersTrainer, collator=trainers.collate_classes), REFUSED),
-    "gradient penalty": Habit(of_classes(gradient_penalty, lambda: classes(attn_implementation="eager"))),
+    "R-Drop": Habit(
+        computing(r_drop, lambda: classes(hidden_dropout_prob=0.2), AveragingTrainer, **OF_CLASSES), draws=True
+    ),
+    "mixup": Habit(computing(mixup, classes, **OF_CLASSES), REFUSED),
+    "center loss": Habit(classifying(kind=CentersTrainer), REFUSED),
     "a loss that is read": Habit(of_classes(in_numbers)),
     "entropy of a batch": Habit(of_classes(entropy_of_batch), REFUSED),
+    "gradient penalty": Habit(computing(gradient_penalty, lambda: classes(attn_implementation="eager"), **OF_CLASSES)),
     "the hardest half": Habit(of_classes(hardest), REFUSED),
     "a step of its own": Habit(making(kind=OwnStepTrainer), REFUSED),
-    "a step of its own of classes": Habit(
-        making(classes, kind=OwnStepTrainer, collator=trainers.collate_classes), REFUSED
-    ),
+    "a step of its own of classes": Habit(classifying(kind=OwnStepTrainer), REFUSED),
     "two steps": Habit(making(kind=TwiceTrainer)),
-    "two steps of classes": Habit(making(classes, kind=TwiceTrainer, collator=trainers.collate_classes)),
-    "adversarial": Habit(making(classes, kind=AdversarialTrainer, collator=trainers.collate_classes), REFUSED),
-    "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
+    "two steps of classes": Habit(classifying(kind=TwiceTrainer)),
+    "adversarial": Habit(classifying(kind=AdversarialTrainer), REFUSED),
     "noise in a gradient": Habit(making(kind=NoisyStepTrainer), REFUSED),
     "a teacher that follows": Habit(making(kind=TeacherTrainer), REFUSED),
-    "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes)),
-    "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes)),
-    "a collator that pops": Habit(making(collator=popping, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))),
-    "a collator that pads in place": Habit(
-        making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
+    "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
+    "a sum and a list in attributes": Habit(classifying(kind=LoggingTrainer)),
+    "a collator that pops and pads in place": Habit(
+        making(collator=popping_and_padding, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),
     "padding on the left": Habit(making(collator=padding_left), "padding_side='right'"),
     "padding on the left, before prompts": Habit(making(collator=padding_left, data=after_prompts)),
     "a mask of four dimensions": Habit(making(collator=masking_pairs)),
-    "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
+    "a collator that draws": Habit(making(trainers.make_bert, kind=AveragingTrainer, collator=masking), draws=True),
     "data that draw": Habit(making(data=lambda: Drawing(trainers.make_data(NUM_SAMPLES)))),
     "every fifth sample has targets": Habit(making(data=without_targets(5))),
-    "every fifth sample has targets, and a mean": Habit(making(bert, data=without_targets(5))),
+    "every fifth sample has targets, and a mean": Habit(making(trainers.make_bert, data=without_targets(5))),
     "no sample has targets": Habit(making(data=without_targets(0)), "target"),
-    "no sample has targets, and a mean": Habit(making(bert, data=without_targets(0)), "target"),
-    "data with a length and no items": Habit(making(data=Lengthy), "a length and no items"),
-    "T5": Habit(making(trainers.make_t5)),
-    "label_smoothing_factor": Habit(making(label_smoothing_factor=0.1)),
     "an optimizer in backward": Habit(making(stepping_in_backward), "register_post_accumulate_grad_hook"),
     "a parameter of the trainer": Habit(computing(by_temperature, kind=TemperatureTrainer)),
-    "losses balanced by their gradients": Habit(of_classes(balanced_by_gradients, kind=AveragingTrainer), REFUSED),
+    "losses balanced by their gradients": Habit(
+        computing(balanced_by_gradients, classes, AveragingTrainer, **OF_CLASSES), REFUSED
+    ),
     "a batch of eight": Habit(of_classes(of_eight, kind=AveragingTrainer), "runs 8 samples, and not one"),
     "gradients that are clamped": Habit(making(clamping), REFUSED),
-    "spectral norm": Habit(making(spectral, collator=trainers.collate_classes), REFUSED),
-    "an LSTM over padding": Habit(making(recurrent, collator=trainers.collate_classes), REFUSED),
+    "spectral norm": Habit(classifying(spectral), REFUSED),
+    "an LSTM over padding": Habit(classifying(recurrent), REFUSED),
     "layers that thaw, and an average of weights": Habit(making(frozen, callbacks=[Thawing()])),
 }
 
@@ -911,8 +836,6 @@ def of_trl(
         if rows == "tokens":
             given["data_collator"] = with_prompts
             given["teacher_model"] = llama(initializer_range=0.1)
-        if rows == "prompts":
-            given["reward_funcs"] = lambda completions, **rest: [0.0] * len(completions)
         if ours is not None:
             made, given["adaptive"] = adaptive(made), ours
         settings = {**SETTINGS, "bf16": False, "gradient_checkpointing": False, **config, **settings}
@@ -922,10 +845,6 @@ def of_trl(
         )  # fmt: skip
 
     return make
-
-
-def wide() -> Any:
-    return llama(initializer_range=0.3)
 
 
 def with_prompts(samples: list[Features]) -> Features:
@@ -956,26 +875,17 @@ ROWS: dict[str, Callable[[], list[Features]]] = {
     "rated": rated,
     "triples": lambda: [{**each, "reference": each["chosen"]} for each in pairs()],
     "tokens": lambda: trainers.make_data(NUM_SAMPLES),
-    "texts": lambda: [{"text": f"{each['prompt']} {each['chosen']}"} for each in pairs()],
     "answers": lambda: [{"prompt": each["prompt"], "completion": each["chosen"]} for each in pairs()],
-    "prompts": lambda: [{"prompt": each["prompt"]} for each in pairs()],
 }
 
 OF_TRL: Mapping[str, Habit] = {
-    "SFT": Habit(of_trl("SFT", "texts")),
     "SFT of answers": Habit(of_trl("SFT", "answers")),
-    "DPO": Habit(of_trl("DPO", reference=llama)),
-    "DPO with aot": Habit(of_trl("DPO", reference=llama, loss_type=["aot"], learning_rate=1.0), REFUSED),
-    "DPO with aot and another reference": Habit(of_trl("DPO", reference=wide, loss_type=["aot"]), REFUSED),
-    "DPO with aot_unpaired": Habit(
-        of_trl("DPO", reference=llama, loss_type=["aot_unpaired"], learning_rate=1.0), REFUSED
-    ),
+    "DPO with aot": Habit(of_trl("DPO", loss_type=["aot"]), REFUSED),
     "DPO with bco_pair": Habit(of_trl("DPO", reference=llama, loss_type=["bco_pair"])),
     "DPO with a mean of tokens": Habit(
-        of_trl("DPO", reference=llama, loss_type=["sigmoid", "sft"]), "loss_type='sft' of DPOTrainer .*leave it out"
+        of_trl("DPO", loss_type=["sigmoid", "sft"]), "loss_type='sft' of DPOTrainer .*leave it out"
     ),
-    "KTO": Habit(of_trl("KTO", "rated", reference=llama, learning_rate=1.0), REFUSED),
-    "KTO with another reference": Habit(of_trl("KTO", "rated", reference=wide, beta=1.0), REFUSED),
+    "KTO": Habit(of_trl("KTO", "rated"), REFUSED),
     "KTO without KL": Habit(of_trl("KTO", "rated", reference=llama, loss_type="apo_zero_unpaired")),
     "CPO": Habit(of_trl("experimental.cpo.CPO"), "cpo_alpha=1.0 of CPOTrainer .*set it to 0"),
     "CPO without a mean of tokens": Habit(of_trl("experimental.cpo.CPO", loss_type="simpo", cpo_alpha=0.0)),
@@ -983,10 +893,6 @@ OF_TRL: Mapping[str, Habit] = {
     "TPO without a mean of tokens": Habit(of_trl("experimental.tpo.TPO", "triples", loss_type="ipo", tpo_alpha=0.0)),
     "ORPO": Habit(of_trl("experimental.orpo.ORPO"), "cross entropy of ORPOTrainer"),
     "GKD": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=0.0), draws=True),
-    "OnlineDPO": Habit(
-        of_trl("experimental.online_dpo.OnlineDPO", "prompts", reference=llama, max_new_tokens=4, max_length=64),
-        "while training|generat",
-    ),
     "GKD that generates": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4), "set lmbda=0"),
 }
 """Habits that need TRL."""
@@ -995,59 +901,25 @@ OF_TRL: Mapping[str, Habit] = {
 # --- two devices
 
 
-def summed(trainer: Any, model: Any, inputs: Features) -> tuple[torch.Tensor, torch.Tensor]:
-    losses, labels = of_tokens(model, inputs), inputs["labels"][:, 1:]
-    return losses.sum(), (labels != IGNORED).sum()
+def sum_and_number(model: Any, inputs: Features) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, labels = shifted(model, inputs)
+    return each_token(logits, labels).sum(), (labels != IGNORED).sum()
 
 
 def with_reduce(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
     """A mean over the tokens of all devices, whose gradients DDP averages."""
-    loss, number = summed(trainer, model, inputs)
+    loss, number = sum_and_number(model, inputs)
     return loss / trainer.accelerator.reduce(number, "sum") * trainer.accelerator.num_processes
 
 
-def with_gather(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    loss, number = summed(trainer, model, inputs)
-    return loss / trainer.accelerator.gather(number).sum() * trainer.accelerator.num_processes
-
-
 def with_all_reduce(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
-    loss, number = summed(trainer, model, inputs)
+    loss, number = sum_and_number(model, inputs)
     dist.all_reduce(number)
     return loss / number * dist.get_world_size()
 
 
-ON_TWO_RANKS: Mapping[str, Habit] = {
-    "BERT": Habit(making(bert)),
-    "classes": Habit(making(classes, collator=trainers.collate_classes)),
-    "reduce": Habit(computing(with_reduce), REFUSED),
-    "gather": Habit(computing(with_gather), REFUSED),
-    "all_reduce": Habit(computing(with_all_reduce), REFUSED),
+ON_TWO_RANKS: Mapping[str, Callable[..., Any]] = {
+    "reduce": computing(with_reduce),
+    "all_reduce": computing(with_all_reduce),
 }
-"""Habits of scripts that torchrun starts; those that might wait for each other last."""
-
-
-def outcome_on_rank(make: Callable[..., Any], folder: Path, ours: AdaptiveArguments | None) -> dict[str, Any]:
-    torch.manual_seed(11)
-    data = trainers.make_data(2 * NUM_SAMPLES)
-    try:
-        trainer = make(folder, ours, data=data, ddp_backend="gloo", ddp_timeout=30)
-        trainer.train()
-    except ConfigError as error:
-        return {"refusal": str(error)}
-    values = [value.detach().double() for value in trainer.model.state_dict().values()]
-    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
-    return {
-        "logged": trainers.logged(trainer), "weights": torch.cat([value.flatten() for value in values]).tolist(),
-        "digest": digest,
-    }  # fmt: skip
-
-
-def run_on_rank(folder: Path) -> dict[str, dict[str, Any]]:
-    """Train those of ``ON_TWO_RANKS`` with DDP, as ours and stock's, and return what became of them."""
-    settings = {"ours": AdaptiveArguments(micro_batch_size=3), "stock": None}
-    with without_pages():
-        return {
-            name: {kind: outcome_on_rank(habit.make, folder, ours) for kind, ours in settings.items()}
-            for name, habit in ON_TWO_RANKS.items()
-        }
+"""Trainers whose losses need other ranks, to be refused."""

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+from adaptive_batching import ConfigError, DoesNotFitError
+from adaptive_batching._device import RandomState
+from adaptive_batching._transformers.trainer_probe import probe
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import OutOfMemory, assert_same, make_trainer, weights
 
-from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
-from adaptive_batching._device import RandomState  # noqa: E402
-from adaptive_batching._transformers.trainer_probe import probe  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_same, make_trainer, weights  # noqa: E402
-
-DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
 CPU = torch.device("cpu")
 
 CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], int]] = {
@@ -26,7 +24,7 @@ CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], int]] = {
         {"neftune_noise_alpha": 5.0, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, 1,
     ),
     "maximum": (
-        AdaptiveArguments(use_maximum_batch_size=True, batch_increase_function=DOUBLE,
+        AdaptiveArguments(use_maximum_batch_size=True, batch_increase_function=trainers.DOUBLE,
                           max_batch_size=16),
         {"per_device_train_batch_size": 4, "optim": "sgd"}, 1,
     ),

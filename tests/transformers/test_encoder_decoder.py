@@ -6,17 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-import torch  # noqa: E402
-from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-
-from adaptive_batching._transformers.handed_out import PairLength, length_function  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import assert_alike, make_trainer  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import assert_alike, make_trainer, trained
 
 chance = random.Random(0)
 
@@ -32,15 +26,6 @@ def pairs() -> list[dict[str, Any]]:
     return [{"input_ids": ids(source), "labels": ids(target)} for source, target in sizes]
 
 
-def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-    def padded(name: str, value: int) -> torch.Tensor:
-        rows = [torch.tensor(sample[name]) for sample in samples]
-        return pad_sequence(rows, batch_first=True, padding_value=value)
-
-    found = padded("input_ids", 0)
-    return {"input_ids": found, "attention_mask": found.ne(0).long(), "labels": padded("labels", -100)}
-
-
 class Shapes:
     """The shapes of inputs and targets of forwards in training."""
 
@@ -54,9 +39,8 @@ class Shapes:
 
 
 def test_the_longest_input_with_the_longest_target_is_probed_and_no_part_has_more_of_either(tmp_path: Path) -> None:
-    made: dict[str, Any] = dict(data=pairs(), collator=collate)
-    stock = make_trainer(tmp_path / "stock", model=trainers.make_t5(), **made)
-    stock.train()
+    made: dict[str, Any] = dict(data=pairs(), collator=trainers.collate)
+    stock = trained(tmp_path / "stock", model=trainers.make_t5(), **made)
     auto = AdaptiveArguments(micro_batch_size="auto")
     ours = make_trainer(tmp_path / "ours", auto, model=trainers.make_t5(), **made)
     shapes = Shapes(ours.model)
@@ -71,19 +55,3 @@ def test_the_longest_input_with_the_longest_target_is_probed_and_no_part_has_mor
     assert len(parts) > stock.state.global_step
     assert max(rows * source for rows, source, _ in parts) <= 3 * 40
     assert max(rows * target for rows, _, target in parts) <= 3 * 30
-
-
-def test_a_pair_counts_as_the_larger_of_its_shares() -> None:
-    data = pairs()
-    length = PairLength(data, data.__getitem__)
-    assert length.longest == {"input_ids": data[0]["input_ids"], "labels": data[1]["labels"]}
-    for sample in data:
-        least = len(sample["input_ids"]) / 40, len(sample["labels"]) / 30
-        assert max(least) * 70 <= length(sample) < max(least) * 70 + 1
-
-
-@pytest.mark.parametrize(("targets", "expected"), [(True, 5), (False, 3)])
-def test_labels_count_for_a_decoder_alone(*, targets: bool, expected: int) -> None:
-    sample = {"input_ids": [1, 2, 3], "labels": [4, 5]}
-    length = length_function(sample, targets=targets)
-    assert length is not None and length(sample) == expected

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching import DoesNotFitError  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, make_trainer  # noqa: E402
+from adaptive_batching import DoesNotFitError
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import OutOfMemory, make_trainer
 
 OURS = AdaptiveArguments(micro_batch_size="auto")
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching import ConfigError  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_alike, make_trainer  # noqa: E402
+from adaptive_batching import ConfigError
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import OutOfMemory, assert_alike, make_trainer
 
 AUTO = AdaptiveArguments(micro_batch_size="auto")
 THREE = AdaptiveArguments(micro_batch_size=3)

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
-from tests.transformers.trainers import assert_same, make_data, make_trainer  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from tests.transformers.trainers import assert_same, make_data, make_trainer, trained
 
 
 @pytest.mark.parametrize(
@@ -26,8 +25,7 @@ from tests.transformers.trainers import assert_same, make_data, make_trainer  # 
 def test_with_none_set_training_is_trainers_own_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     if "eval_steps" in settings:
         settings = {**settings, "eval_dataset": make_data(9)}
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
+    stock = trained(tmp_path / "stock", **settings)
     ours = make_trainer(tmp_path / "ours", AdaptiveArguments(), **settings)
     assert isinstance(ours, transformers.Trainer)
     assert ours.adaptive is None
@@ -38,7 +36,9 @@ def test_with_none_set_training_is_trainers_own_bit_for_bit(settings: dict[str, 
 
 def test_what_is_no_trainer_is_refused_and_what_is_ours_already_stays_as_it_is() -> None:
     made = adaptive(transformers.Trainer)
-    assert made.__name__ == "Trainer" and made is not transformers.Trainer
+    assert made is not transformers.Trainer and issubclass(made, transformers.Trainer)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(made, name) == getattr(transformers.Trainer, name)
     assert adaptive(made) is made is adaptive(transformers.Trainer)
     with pytest.raises(TypeError, match="a class that inherits"):
         adaptive(dict)

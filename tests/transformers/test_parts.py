@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching import DoesNotFitError  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, without_probe  # noqa: E402
+from adaptive_batching import DoesNotFitError
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, trained, without_probe
 
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {"model": trainers.make_llama},
@@ -37,10 +35,11 @@ def auto() -> AdaptiveArguments:
 
 
 def test_parts_of_a_number_are_what_accumulation_makes_of_a_batch(tmp_path: Path) -> None:
-    stock = make_trainer(tmp_path / "stock", per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    stock.train()
+    stock = trained(tmp_path / "stock", per_device_train_batch_size=2, gradient_accumulation_steps=4)
     ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=2))
+    watched = OutOfMemory(ours.model, 10**9)
     ours.train()
+    assert max(shape[0] for shape in watched.forwards[-20:]) == 2
     assert_alike(ours, stock, 1e-7)
     first = logged(ours)[0]
     assert first.keys() == {*logged(stock)[0], *trainers.OURS}
@@ -48,18 +47,13 @@ def test_parts_of_a_number_are_what_accumulation_makes_of_a_batch(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ours", [3, "auto"])
-def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, ours: Any, tmp_path: Path) -> None:
-    stock = make_trainer(tmp_path / "stock", **of_kind(kind))
-    stock.train()
-    split = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=ours), **of_kind(kind))
-    if ours == "auto":
-        without_probe(split, 60)
+def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, tmp_path: Path) -> None:
+    stock = trained(tmp_path / "stock", **of_kind(kind))
+    split = without_probe(make_trainer(tmp_path / "ours", auto(), **of_kind(kind)), 60)
     watched = OutOfMemory(split.model, 10**9)
     split.train()
     assert_alike(split, stock)
-    most = max(shape.numel() if ours == "auto" else shape[0] for shape in watched.forwards[-12:])
-    assert most <= (60 if ours == "auto" else 3)
+    assert max(shape.numel() for shape in watched.forwards[-12:]) <= 60
 
 
 @pytest.mark.parametrize(
@@ -77,8 +71,7 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, ours: Any, tmp_
     ids=str,
 )
 def test_what_the_optimizer_sees_is_what_trainer_shows_it(settings: dict[str, Any], tmp_path: Path) -> None:
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
+    stock = trained(tmp_path / "stock", **settings)
     split = without_probe(make_trainer(tmp_path / "ours", auto(), **settings), 50)
     split.train()
     assert_alike(split, stock)
@@ -88,9 +81,8 @@ def test_what_the_optimizer_sees_is_what_trainer_shows_it(settings: dict[str, An
 @pytest.mark.parametrize(("kind", "accumulated"), [("Llama", 2), ("BertForSequenceClassification", 1), ("T5", 2)])
 def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accumulated: int, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": accumulated, "include_num_input_tokens_seen": "non_padding"}
-    stock = make_trainer(tmp_path / "stock", **of_kind(kind, per_device_train_batch_size=8 * accumulated,
+    stock = trained(tmp_path / "stock", **of_kind(kind, per_device_train_batch_size=8 * accumulated,
                          **{**settings, "gradient_accumulation_steps": 1}))  # fmt: skip
-    stock.train()
     ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=8), **of_kind(kind, **settings))
     short = OutOfMemory(ours.model, 100)
     ours.train()

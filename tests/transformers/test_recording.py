@@ -7,26 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching._report.events import Events, read_events  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.support.html import check_that_it_asks_for_nothing, read_page  # noqa: E402
-from tests.support.records import check_the_schema  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, logged, make_trainer, weights  # noqa: E402
-
-DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
-
-
-def growing(folder: Path, **settings: Any) -> Any:
-    """Batches of 6, 12 and 20 of 40 samples, two of which make a step, in forwards of up to 4."""
-    arguments = AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=4, max_batch_size=24)
-    defaults: dict[str, Any] = dict(
-        per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0
-    )
-    return make_trainer(folder, arguments, **{**defaults, **settings})
+from adaptive_batching._report.events import Events, read_events
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.support.html import check_that_it_asks_for_nothing, read_page
+from tests.support.records import check_the_schema
+from tests.transformers import trainers
+from tests.transformers.trainers import OutOfMemory, growing, logged, losses, make_trainer, weights
 
 
 def record_of(folder: Path) -> Events:
@@ -42,11 +30,11 @@ def test_a_run_leaves_a_record_and_a_page_that_say_the_same_as_its_logs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "adaptive_batching")
-    held_out = dict(eval_dataset=trainers.make_data(5), eval_strategy="epoch", save_strategy="epoch")
+    held_out: dict[str, Any] = dict(eval_dataset=trainers.make_data(5), eval_strategy="epoch", save_strategy="epoch")
     trainer = growing(tmp_path / "first", disable_tqdm=False, **held_out)
     OutOfMemory(trainer.model, 60)
     trainer.train()
-    record, logs = record_of(tmp_path / "first"), [each for each in logged(trainer) if "loss" in each]
+    record, logs = record_of(tmp_path / "first"), losses(trainer)
     check_the_schema(record)
     assert [each["loss"] for each in record["step"]] == pytest.approx([each["loss"] for each in logs], rel=1e-6)
     for key, of_log in {"lr": "learning_rate", "recoveries": "oom_retries"}.items():
@@ -85,7 +73,7 @@ def test_a_run_that_goes_on_leaves_the_record_of_one_that_was_not_interrupted(tm
             if state.global_step == 5:
                 raise KeyboardInterrupt
 
-    saves = dict(save_strategy="steps", save_steps=3)
+    saves: dict[str, Any] = dict(save_strategy="steps", save_steps=3)
     with pytest.raises(KeyboardInterrupt):
         growing(tmp_path / "again", callbacks=[Interrupt()], **saves).train()
     [error] = record_of(tmp_path / "again")["error"]

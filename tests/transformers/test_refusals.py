@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils.data import IterableDataset
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
-from adaptive_batching._transformers.refusals import check_trainer  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import make_trainer  # noqa: E402
+from adaptive_batching import ConfigError, DoesNotFitError
+from adaptive_batching._transformers.refusals import check_trainer
+from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from tests.transformers import architectures, trainers
+from tests.transformers.trainers import make_trainer
 
 THREE = AdaptiveArguments(micro_batch_size=3)
 
 
 class Stream(IterableDataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
     def __iter__(self) -> Any:
         return iter(trainers.make_data(8))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 8
 
 
 class WithoutItems:
@@ -41,19 +43,39 @@ class Empty(list[Any]):
         return True
 
 
+class CountsBatches(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, _ = super().get_batch_samples(*args)
+        return batches, torch.tensor(len(batches))
+
+
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("settings", "said"),
     [
-        (Stream(), "train_dataset is a Stream, which has a length and no items; give a map-style data set"),
-        (WithoutItems(), "train_dataset is a WithoutItems, which has a length and no items"),
-        (Empty(), "train_dataset is a Empty, which has no samples"),
+        ({"data": Stream(), "max_steps": 2}, "train_dataset is a Stream, which has no length"),
+        ({"data": Sized()}, "train_dataset is a Sized, which has a length and no items; give a map-style data set"),
+        ({"data": WithoutItems()}, "train_dataset is a WithoutItems, which has a length and no items"),
+        ({"data": Empty()}, "train_dataset is a Empty, which has no samples"),
+        ({"kind": CountsBatches}, "CountsBatches has a get_batch_samples of its own, .*compute_loss_func"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True starts again with fewer samples; set it to False"),
+        (
+            {"train_sampling_strategy": "batch_rebalance"},
+            "train_sampling_strategy='batch_rebalance' makes batches of its own; set it to 'random'",
+        ),
+        ({"optim": "lomo"}, "optim='lomo' updates weights in the backward pass"),
+        ({"accelerator_config": {"split_batches": True}}, r"accelerator_config\.split_batches=True cuts batches"),
     ],
-    ids=["stream", "no items", "empty"],
 )
-def test_data_whose_samples_cannot_be_taken_are_refused(data: Any, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_used_with_it_is_refused_in_one_line(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        make_trainer(tmp_path, THREE, data=data)
+        make_trainer(tmp_path, THREE, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_used_with_it_trains_with_none_set(tmp_path: Path) -> None:
+    make_trainer(tmp_path, AdaptiveArguments(), kind=CountsBatches, max_steps=2).train()
 
 
 @pytest.mark.parametrize("other", [1, "cpu"])
@@ -78,18 +100,6 @@ def test_a_model_that_is_parallel_by_its_own_means_is_refused(tmp_path: Path, mo
     monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", lambda *given: None)
     with pytest.raises(ConfigError, match="layers of the model on cpu and meta, of which"):
         make_trainer(tmp_path, THREE, model=model)
-
-
-class CountsBatches(transformers.Trainer):  # type: ignore[misc, name-defined]
-    def get_batch_samples(self, *args: Any) -> Any:
-        batches, _ = super().get_batch_samples(*args)
-        return batches, torch.tensor(len(batches))
-
-
-def test_a_trainer_whose_own_steps_would_be_passed_over_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"CountsBatches has a get_batch_samples of its own, .*compute_loss_func"):
-        make_trainer(tmp_path, THREE, kind=CountsBatches)
-    make_trainer(tmp_path, AdaptiveArguments(), kind=CountsBatches, max_steps=2).train()
 
 
 class Loads(transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -133,14 +143,85 @@ def test_a_class_that_cannot_be_split_is_refused_before_it_loads_a_model(kind: A
         adaptive(kind)(None, args, adaptive=AdaptiveArguments())
 
 
-def test_a_trainer_keeps_the_name_that_its_user_wrote(tmp_path: Path) -> None:
-    class AdaptiveMine(transformers.Trainer):  # type: ignore[misc, name-defined]
-        """What it is."""
+@pytest.mark.parametrize(
+    ("plugin", "mesh", "said"),
+    [
+        ({"fsdp_version": 1, "sync_module_states": False}, {}, "FSDP1 leaves ranks waiting .*set fsdp_config="),
+        ({"fsdp_version": 2, "cpu_offload": True}, {}, "cpu_offload=True steps the optimizer on the host; set it to"),
+        ({"fsdp_version": 2}, {"dp_replicate_size": 2}, "dp_replicate_size=2 sums gradients in a second collective"),
+    ],
+    ids=str,
+)
+def test_what_leaves_ranks_waiting_is_refused_in_one_line(
+    plugin: dict[str, Any], mesh: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
-    made = adaptive(AdaptiveMine)
-    assert made is not AdaptiveMine and issubclass(made, AdaptiveMine)
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        assert getattr(made, name) == getattr(AdaptiveMine, name)
+    trainer = make_trainer(tmp_path)
+    check_trainer(trainer)
+    state = trainer.accelerator.state
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**plugin), raising=False)
+    monkeypatch.setattr(state, "parallelism_config", ParallelismConfig(**mesh) if mesh else None, raising=False)
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_trainer(trainer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("is_fsdp_xla_enabled", True, "a TPU compiles a step as a whole.*FSDP2"),
+        ("is_deepspeed_enabled", True, "DeepSpeed shards a model its own way; train .* with DDP .*or FSDP2"),
+        ("is_distributed_loading_by_transformers", True, "from_pretrained has sharded .*set fsdp=True"),
+        ("get_tp_size", lambda: 2, "tensor parallelism has collectives within each layer; train"),
+        ("get_cp_size", lambda: 2, "context parallelism has collectives within each layer; train"),
+    ],
+)
+def test_other_ways_to_train_on_several_devices_are_refused(
+    attribute: str, value: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr(trainer, attribute, value)
+    with pytest.raises(ConfigError, match=said):
+        check_trainer(trainer)
+
+
+def test_a_loss_that_balances_experts_over_a_batch_is_refused(tmp_path: Path) -> None:
+    model = architectures.make("Mixtral")
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match=r"output_router_logits=True .* set it to False in the model's config"):
+        make_trainer(tmp_path, THREE, model=model)
+
+
+def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.19'"):
+        make_trainer(tmp_path, THREE)
+
+
+def test_a_loss_that_is_not_finite_before_training_is_told(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, THREE)
+    torch.nn.init.constant_(ours.model.lm_head.weight, math.nan)
+    with pytest.raises(ConfigError, match="is not finite before training"):
+        ours.train()
+
+
+def test_a_model_that_takes_one_sample_at_a_time_is_refused(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
+    forward = ours.model.forward
+
+    def of_one(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if len(input_ids) > 1:
+            raise RuntimeError("shapes differ")
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    ours.model.forward = of_one
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM runs one sample, and not two in a forward \(shapes differ\)"
+    ):
+        ours.train()
 
 
 class Reads(torch.nn.Module):

@@ -12,22 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching import ConfigError, IncreaseFunctionError  # noqa: E402
-from adaptive_batching._step import forward_timer  # noqa: E402
-from adaptive_batching._step.forward_cost import ForwardTimes  # noqa: E402
-from adaptive_batching._transformers import adaptive_run  # noqa: E402
-from adaptive_batching._transformers.refusals import check_trainer  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, weights  # noqa: E402
-
-DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
-
-
-def losses(trainer: Any) -> list[dict[str, Any]]:
-    return [each for each in logged(trainer) if "loss" in each]
+from adaptive_batching import ConfigError, IncreaseFunctionError
+from adaptive_batching._step import forward_timer
+from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._transformers import adaptive_run
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, growing, losses, make_trainer, trained
 
 
 @pytest.mark.parametrize("padding", [True, False])
@@ -44,8 +35,7 @@ def test_a_probe_leaves_no_trace_and_what_it_finds_has_run_or_fits_by_far(paddin
     given = make_trainer(tmp_path / "b", auto, gradient_accumulation_steps=2)
     trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()
-    assert logged(probed) == logged(given)
-    assert all(torch.equal(value, weights(given)[name]) for name, value in weights(probed).items())
+    assert_same(probed, given)
 
 
 def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
@@ -56,14 +46,12 @@ def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     monkeypatch.setattr(ForwardTimes, "note", lambda self, samples, _: note(self, samples, seconds.get(samples, 1.0)))
     settings: dict[str, Any] = dict(per_device_train_batch_size=40, num_train_epochs=1)
     padded = AdaptiveArguments(micro_batch_size="auto", padding=True)
-    ours = make_trainer(tmp_path / "ours", padded, **settings)
-    ours.train()
+    ours = trained(tmp_path / "ours", padded, **settings)
     probe = ours.adaptive.probe
     assert [step.batch_size for step in probe.measurements] == [1, 2] and probe.enough == 36
     assert ours.adaptive.max_tokens == 36 * 24 and "larger ones would gain little" in str(ours.adaptive)
     assert ours.adaptive.step.forward_cost == round(0.65 * 24), "a fixed time of 13 ms, and 20 for 24 tokens"
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
+    stock = trained(tmp_path / "stock", **settings)
     assert_alike(ours, stock)
 
 
@@ -75,13 +63,11 @@ def test_where_forwards_take_the_same_time_whatever_their_size_a_step_becomes_on
     monkeypatch.setattr(adaptive_run, "FORWARD_COST", 1)  # so that these short samples are split at first
     monkeypatch.setattr(forward_timer, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     settings: dict[str, Any] = dict(per_device_train_batch_size=16)
-    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto", padding=True), **settings)
-    ours.train()
+    ours = trained(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto", padding=True), **settings)
     lines = (tmp_path / "ours/adaptive_batching/report.jsonl").read_text().splitlines()
     forwards = [line["forwards"] for line in map(json.loads, lines) if line["event"] == "step"]
     assert forwards[0] > 4 and forwards[1:] == [1] * (len(forwards) - 1)
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
+    stock = trained(tmp_path / "stock", **settings)
     assert_alike(ours, stock)
 
 
@@ -112,11 +98,9 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
     settings: dict[str, Any] = dict(
         lr_scheduler_type="constant", warmup_steps=0, gradient_accumulation_steps=accumulated
     )
-    stock = make_trainer(tmp_path / "stock", per_device_train_batch_size=16, **settings)
-    stock.train()
+    stock = trained(tmp_path / "stock", per_device_train_batch_size=16, **settings)
     arguments = AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=16)
-    ours = make_trainer(tmp_path / "ours", arguments, **settings)
-    ours.train()
+    ours = trained(tmp_path / "ours", arguments, **settings)
     assert ours.adaptive.schedule.sizes == [16, 16]
     assert ours.adaptive.probe.batch_size == 16
     assert_alike(ours, stock)
@@ -125,8 +109,7 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
 @pytest.mark.parametrize(("fits", "forwards"), [(16, [12, 12, 12, 4]), (32, [24, 16])])
 def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwards: list[int], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(gradient_accumulation_steps=3, per_device_train_batch_size=8)
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
+    stock = trained(tmp_path / "stock", **settings)
     section: dict[str, Any] = {"keep_global_batch": True, "search": "binary_search", "round_to_power_of_two": False}
     arguments = AdaptiveArguments(use_maximum_batch_size=True, **section)
     ours = make_trainer(tmp_path / "ours", arguments, **settings)
@@ -136,19 +119,6 @@ def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwa
     assert_alike(ours, stock)
     assert [shape[0] for shape in watched.forwards[-len(forwards) :]] == forwards, "in the last epoch"
     assert {(each["batch_size"], each["global_batch_size"]) for each in losses(ours)} == {(forwards[0], 24)}
-
-
-def growing(folder: Path, *, lr_scaling: str = "none", **settings: Any) -> Any:
-    """Batches of 6, 12 and 20 of 40 samples, two of which make a step, with dropout."""
-    arguments = AdaptiveArguments(
-        batch_increase_function=DOUBLE, micro_batch_size=4,
-        max_batch_size=24, lr_scaling=lr_scaling,
-    )  # fmt: skip
-    defaults = dict(
-        per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0,
-        model=trainers.make_llama(attention_dropout=0.2),
-    )  # fmt: skip
-    return make_trainer(folder, arguments, **{**defaults, **settings})
 
 
 def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
@@ -167,8 +137,7 @@ def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_
     for step in (2, 4, 5):
         resumed = growing(tmp_path / f"from_{step}")
         resumed.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert losses(resumed) == losses(whole)
-        assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
+        assert_same(resumed, whole, losses)
     with pytest.raises(ConfigError, match="resume with the data, the devices, per_device_train"):
         growing(tmp_path / "other", per_device_train_batch_size=9).train(str(tmp_path / "whole" / "checkpoint-5"))
 
@@ -198,130 +167,11 @@ def test_a_function_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True starts again with fewer samples; set it to False"),
-        (
-            {"train_sampling_strategy": "batch_rebalance"},
-            "train_sampling_strategy='batch_rebalance' makes batches of its own; set it to 'random'",
-        ),
-        ({"optim": "lomo"}, "optim='lomo' updates weights in the backward pass"),
-        ({"accelerator_config": {"split_batches": True}}, r"accelerator_config\.split_batches=True cuts batches"),
-    ],
-)
-def test_what_cannot_be_used_with_it_is_refused_in_one_line(
-    settings: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), **settings)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("plugin", "mesh", "said"),
-    [
-        ({"fsdp_version": 1, "sync_module_states": False}, {}, "FSDP1 leaves ranks waiting .*set fsdp_config="),
-        ({"fsdp_version": 2, "cpu_offload": True}, {}, "cpu_offload=True steps the optimizer on the host; set it to"),
-        ({"fsdp_version": 2}, {"dp_replicate_size": 2}, "dp_replicate_size=2 sums gradients in a second collective"),
-    ],
-    ids=str,
-)
-def test_what_leaves_ranks_waiting_is_refused_in_one_line(
-    plugin: dict[str, Any], mesh: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    trainer = make_trainer(tmp_path)
-    check_trainer(trainer)
-    state = trainer.accelerator.state
-    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    monkeypatch.setattr(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**plugin), raising=False)
-    monkeypatch.setattr(state, "parallelism_config", ParallelismConfig(**mesh) if mesh else None, raising=False)
-    with pytest.raises(ConfigError, match=said) as caught:
-        check_trainer(trainer)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "said"),
-    [
-        ("is_fsdp_xla_enabled", True, "a TPU compiles a step as a whole.*FSDP2"),
-        ("is_deepspeed_enabled", True, "DeepSpeed shards a model its own way; train .* with DDP .*or FSDP2"),
-        ("is_distributed_loading_by_transformers", True, "from_pretrained has sharded .*set fsdp=True"),
-        ("get_tp_size", lambda: 2, "tensor parallelism has collectives within each layer; train"),
-        ("get_cp_size", lambda: 2, "context parallelism has collectives within each layer; train"),
-    ],
-)
-def test_other_ways_to_train_on_several_devices_are_refused(
-    attribute: str, value: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(tmp_path)
-    monkeypatch.setattr(trainer, attribute, value)
-    with pytest.raises(ConfigError, match=said):
-        check_trainer(trainer)
-
-
-def test_a_loss_that_balances_experts_over_a_batch_is_refused(tmp_path: Path) -> None:
-    def make(*, balances: bool) -> Any:
-        config = transformers.MixtralConfig(
-            **trainers.SIZES, num_key_value_heads=2, num_local_experts=4, output_router_logits=balances
-        )
-        torch.manual_seed(0)
-        model = transformers.MixtralForCausalLM(config)
-        return make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=2), model=model, max_steps=2)
-
-    with pytest.raises(ConfigError, match=r"output_router_logits=True .* set it to False in the model's config"):
-        make(balances=True)
-    make(balances=False).train()
-
-
-def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
-    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.19'"):
-        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4))
-
-
-def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(trainers.make_data(8))
-
-    with pytest.raises(ConfigError, match="train_dataset is a Stream, which has no length"):
-        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), data=Stream(), max_steps=2)
-
-
-def test_a_loss_that_is_not_finite_before_training_is_told(tmp_path: Path) -> None:
-    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4))
-    torch.nn.init.constant_(ours.model.lm_head.weight, math.nan)
-    with pytest.raises(ConfigError, match="is not finite before training"):
-        ours.train()
-
-
-def test_a_model_that_takes_one_sample_at_a_time_is_refused(tmp_path: Path) -> None:
-    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
-    forward = ours.model.forward
-
-    def of_one(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if len(input_ids) > 1:
-            raise RuntimeError("shapes differ")
-        return forward(*args, input_ids=input_ids, **kwargs)
-
-    ours.model.forward = of_one
-    with pytest.raises(
-        ConfigError, match=r"LlamaForCausalLM runs one sample, and not two in a forward \(shapes differ\)"
-    ):
-        ours.train()
-
-
 @pytest.mark.parametrize("given", [{"micro_batch_size": "auto"}, {"use_maximum_batch_size": True}])
 def test_a_step_of_more_samples_than_there_are_takes_them_all(given: dict[str, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(per_device_train_batch_size=16, gradient_accumulation_steps=5)
-    stock = make_trainer(tmp_path / "stock", **settings)
-    stock.train()
-    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(**given), **settings)
-    ours.train()
+    stock = trained(tmp_path / "stock", **settings)
+    ours = trained(tmp_path / "ours", AdaptiveArguments(**given), **settings)
     assert_alike(ours, stock, keys=("loss", "grad_norm", "epoch"))
 
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
 from adaptive_batching import ConfigError
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.support.ranks import run_ranks
 from tests.transformers import architectures, trainers, two_ranks
-from tests.transformers.two_ranks import DOUBLE, SAMPLES, SHORT
+from tests.transformers.two_ranks import SAMPLES, SHORT
 
 pytestmark = pytest.mark.xdist_group("trainers_two_ranks")
 
@@ -183,11 +181,8 @@ def test_samples_are_shared_out_again_when_a_rank_with_those_of_another_is_short
     assert (first["recoveries"], second["recoveries"]) == (0, 1) and second["moved"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_samples_with_a_label_each_are_shared_out(
-    strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
-) -> None:
-    name, data = f"{strategy} shared labelled", trainers.make_labelled(SAMPLES)
+def test_samples_with_a_label_each_are_shared_out(ranks: list[Found], folder: Path, tmp_path: Path) -> None:
+    name, data = "ddp shared labelled", trainers.make_labelled(SAMPLES)
     model, collator = classes_of_two_devices(), trainers.collate_labelled
     assert_alike(of_run(name, ranks), in_one_process(tmp_path, model=model, collator=collator, data=data))
     assert all(step["moved"] > 0 for step in steps_of(folder, name))
@@ -222,9 +217,19 @@ def test_samples_stay_where_a_mean_is_of_each_rank_by_itself(model: str, ranks: 
     assert found["logged"] == drawn["logged"] and found["digest"] == drawn["digest"]
     assert all(step["moved"] is None for step in steps_of(folder, f"ddp shared {model}"))
     assert len(stays(found)) == 1 and not stays(drawn)
+    if model == "bert":
+        assert_alike(found, of_run("ddp stock bert", ranks))
 
 
-@pytest.mark.parametrize("name", ["ddp shared sft", "ddp shared dpo", "fsdp shared dpo"])
+@pytest.mark.parametrize(
+    ("name", "said"), [("reduce", "depends on what it gathers or sums"), ("all_reduce", "communicates in each forward")]
+)
+def test_a_loss_that_needs_other_ranks_is_refused_on_all_of_them(name: str, said: str, ranks: list[Found]) -> None:
+    first, second = (rank[f"ddp refused {name}"]["refusal"] for rank in ranks)
+    assert first == second and said in first, first
+
+
+@pytest.mark.parametrize("name", ["ddp shared sft", "fsdp shared dpo"])
 def test_metrics_of_trl_are_those_of_all_samples_wherever_they_are_computed(
     name: str, ranks: list[Found], folder: Path
 ) -> None:
@@ -250,7 +255,7 @@ def test_the_rank_with_the_least_memory_decides_on_the_size(ranks: list[Found]) 
 
 
 def test_a_sharded_model_grows_its_batch_and_goes_on_where_it_was_left(ranks: list[Found], tmp_path: Path) -> None:
-    settings = AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=6, max_batch_size=64)
+    settings = AdaptiveArguments(batch_increase_function=trainers.DOUBLE, micro_batch_size=6, max_batch_size=64)
     whole = in_one_process(tmp_path, settings, per_device_train_batch_size=16, num_train_epochs=3)
     grown = of_run("fsdp growing llama", ranks)
     assert [each["batch_size"] for each in losses(grown)] == [8] * 4 + [16] * 2 + [32]

@@ -7,32 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
-
-from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
-from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import assert_alike, make_trainer  # noqa: E402
-
-
-def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss of a user: of the sum over targets, of which each counts by its id."""
-    each = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return (each * labels[:, 1:].flatten()).sum() / (1 if num_items_in_batch is None else num_items_in_batch)
-
-
-class OwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
-    """Overrides ``compute_loss`` as in the documentation of Trainer: a mean over samples, without a number."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        inputs.pop("labels")
-        outputs, mask = model(**inputs), inputs["attention_mask"]  # [b, s]
-        loss = ((outputs.logits.square().mean(-1) * mask).sum(-1) / mask.sum(-1)).mean()
-        return (loss, outputs) if return_outputs else loss
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import make_trainer
 
 
 class Steps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -45,28 +24,6 @@ class Steps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         if not name.startswith("on_"):
             return super().__getattribute__(name)
         return lambda args, state, control, **kwargs: self.told.append((name, state.global_step))
-
-
-@pytest.mark.parametrize("ours", [3, "auto"])
-@pytest.mark.parametrize("way", ["compute_loss", "compute_loss_func"])
-def test_a_loss_of_ones_own_is_that_of_the_whole_batch(way: str, ours: Any, tmp_path: Path) -> None:
-    kind = OwnLoss if way == "compute_loss" else transformers.Trainer
-
-    def train(folder: str, arguments: AdaptiveArguments | None) -> Any:
-        made = kind if arguments is None else adaptive(kind)
-        given: dict[str, Any] = {} if arguments is None else {"adaptive": arguments}
-        given |= {"compute_loss_func": summed} if way == "compute_loss_func" else {}
-        args = trainers.arguments(tmp_path / folder)
-        trainer = made(
-            trainers.make_llama(), args, train_dataset=trainers.make_data(), data_collator=trainers.collate, **given
-        )
-        if ours == "auto" and arguments is not None:
-            trainers.without_probe(trainer, 60)
-        trainer.train()
-        return trainer
-
-    stock, split = train("stock", None), train("ours", AdaptiveArguments(micro_batch_size=ours))
-    assert_alike(split, stock)
 
 
 def test_callbacks_are_told_what_they_were_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from collections.abc import Callable
@@ -19,8 +20,11 @@ from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 VOCABULARY = 96
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=2)
+DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
 Features = dict[str, Any]
-_OF_TRAINER = ("callbacks", "eval_dataset", "compute_metrics", "preprocess_logits_for_metrics")
+_OF_TRAINER = (
+    "callbacks", "compute_loss_func", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics",
+)  # fmt: skip
 
 
 def make_llama(**settings: Any) -> Any:
@@ -30,10 +34,11 @@ def make_llama(**settings: Any) -> Any:
     )
 
 
-def make_bert(kind: str = "BertForMaskedLM") -> Any:
+def make_bert(kind: str = "BertForMaskedLM", **settings: Any) -> Any:
+    """A model without dropout, unless settings have some."""
     torch.manual_seed(0)
-    without_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return getattr(transformers, kind)(transformers.BertConfig(num_labels=3, **SIZES, **without_dropout))
+    settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **settings}
+    return getattr(transformers, kind)(transformers.BertConfig(num_labels=3, **SIZES, **settings))
 
 
 def make_classes() -> Any:
@@ -50,6 +55,14 @@ def make_t5() -> Any:
         decoder_start_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
+
+
+def with_lora(model: Any, **settings: Any) -> Any:
+    import peft
+
+    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
+    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings))
 
 
 def make_data(num_samples: int = 40, longest: int = 24) -> list[Features]:
@@ -114,6 +127,25 @@ def make_trainer(
     return made(model or make_llama(), args, train_dataset=data, data_collator=collator, **given)
 
 
+def trained(folder: Path, ours: AdaptiveArguments | None = None, **settings: Any) -> Any:
+    """Return a trainer that has trained."""
+    trainer = make_trainer(folder, ours, **settings)
+    trainer.train()
+    return trainer
+
+
+def growing(folder: Path, *, lr_scaling: str = "none", **settings: Any) -> Any:
+    """Return a trainer on batches of 6, 12 and 20 of 40 samples, two of which make a step, in forwards of up to 4."""
+    ours = AdaptiveArguments(
+        batch_increase_function=DOUBLE, micro_batch_size=4, max_batch_size=24, lr_scaling=lr_scaling
+    )
+    defaults = dict(
+        per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0,
+        model=make_llama(attention_dropout=0.2),
+    )  # fmt: skip
+    return make_trainer(folder, ours, **{**defaults, **settings})
+
+
 def without_probe(trainer: Any, found: StoredProbe | int) -> Any:
     """Have a trainer take what another has ``found``, or a number of tokens for a forward, and return it."""
     if isinstance(found, int):
@@ -141,13 +173,18 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
     return [{key: each[key] for key in each if key not in TIMES} for each in trainer.state.log_history]
 
 
+def losses(trainer: Any) -> list[dict[str, Any]]:
+    """Return what a trainer has logged of each step."""
+    return [each for each in logged(trainer) if "loss" in each]
+
+
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Two trainers have trained alike, bit for bit."""
-    assert logged(ours) == logged(theirs)
+def assert_same(ours: Any, theirs: Any, told: Callable[[Any], Any] = logged) -> None:
+    """Two trainers have trained alike, bit for bit; one that was resumed has logged the same ``losses``."""
+    assert told(ours) == told(theirs)
     expected = weights(theirs)
     for name, value in weights(ours).items():
         assert torch.equal(value, expected[name]), name
@@ -156,7 +193,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5, *, keys: tuple[str, ...] = ()) -> None:
     """Two trainers have taken the same steps, up to rounding."""
     keys = keys or ("loss", "grad_norm", "learning_rate", "epoch")
-    found, expected = ([each for each in logged(one) if "loss" in each] for one in (ours, theirs))
+    found, expected = losses(ours), losses(theirs)
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
         for key in keys:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from adaptive_batching import _snapshot
+from adaptive_batching import ConfigError, _snapshot
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.trial import unchanged
 from adaptive_batching._ranks import fsdp
@@ -31,25 +32,20 @@ from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
 from tests.loop.shared_steps import told
 from tests.support.steps import predicted_and_real
-from tests.transformers import architectures, trainers
+from tests.transformers import architectures, strangers, trainers
 
 RANK = int(os.environ.get("RANK", 0))
 SAMPLES = 64  # two steps of two batches of 8 on each of two ranks
-DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
 
 OURS = {
     "stock": None,
     "off": AdaptiveArguments(),
     "parts": AdaptiveArguments(micro_batch_size=3),
     "short": AdaptiveArguments(micro_batch_size=8),
-    "probed": AdaptiveArguments(micro_batch_size="auto"),
-    "rows": AdaptiveArguments(micro_batch_size="auto"),
-    "auto": AdaptiveArguments(micro_batch_size="auto"),
-    "found": AdaptiveArguments(micro_batch_size="auto"),
-    "shared": AdaptiveArguments(micro_batch_size="auto"),
+    **dict.fromkeys(("probed", "rows", "auto", "found", "shared"), AdaptiveArguments(micro_batch_size="auto")),
     "drawn": AdaptiveArguments(micro_batch_size="auto", balance_ranks=False),
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, search="binary_search"),
-    "growing": AdaptiveArguments(batch_increase_function=DOUBLE, micro_batch_size=6, max_batch_size=32),
+    "growing": AdaptiveArguments(batch_increase_function=trainers.DOUBLE, micro_batch_size=6, max_batch_size=32),
 }
 """Settings of a run by its name; other names are those of places."""
 
@@ -65,15 +61,15 @@ SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
 
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "late": {},
     "twice": {"num_train_epochs": 2},
     "counted": {"include_num_input_tokens_seen": "non_padding", "num_train_epochs": 2},
     "apart": {"average_tokens_across_devices": False},
     "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
     "checkpointed": {"gradient_checkpointing": True},
     "float16": {"fp16": True},
+    "bert": {"gradient_accumulation_steps": 1},  # of whose means Trainer would make a sum
 }
-"""Settings of trainers of a Llama, by the name of what is trained."""
+"""Settings of trainers, by the name of what is trained."""
 
 OF_TRL = {"sft": "SFT", "dpo": "DPO"}
 """Kind of a trainer of TRL, by the name of what is trained."""
@@ -236,6 +232,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     folder = folder / name.replace(" ", "_")
     if ours == "evaluated":
         return evaluated(folder)
+    if ours == "refused":
+        return refused(model, folder)
     saves = {"save_strategy": "steps", "save_steps": SAVED_AT[ours]} if ours in SAVED_AT else {}
     found: dict[str, Any] = {"told": []}
     with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext(), told(found["told"]):
@@ -258,6 +256,14 @@ def run(name: str, folder: Path) -> dict[str, Any]:
             resumed.train(str(folder / "checkpoint-5"))
             found["resumed"] = outcome(resumed)
     return found
+
+
+def refused(name: str, folder: Path) -> dict[str, Any]:
+    """Return why a script whose loss needs other ranks is not trained."""
+    settings = {"data": trainers.make_data(SAMPLES), "ddp_backend": "gloo"}
+    with pytest.raises(ConfigError) as caught:
+        strangers.ON_TWO_RANKS[name](folder, OURS["parts"], **settings).train()
+    return {"refusal": str(caught.value)}
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
@@ -292,24 +298,28 @@ def outcome(trainer: Any) -> dict[str, Any]:
     return found
 
 
+DDP = [
+    "parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama",
+    "shared late", "shared labelled", "shared rebalanced",
+    *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
+    "stock bert",
+]  # fmt: skip
+FSDP = [
+    "stock llama", "off llama", "maximum llama", "growing llama", "places twice", "rows checkpointed", "auto bloom",
+    "recompute checkpointed", "short float16", "shared counted", "shared late",
+]  # fmt: skip
+
+
 def runs() -> list[str]:
-    ddp = ["parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama"]
-    ddp += ["shared late", "shared labelled", "shared rebalanced"]
-    ddp += [f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")]
-    sharded = [
-        "stock llama",
-        "off llama",
-        "maximum llama",
-        "growing llama",
-        "places twice",
-        "rows checkpointed",
-        "auto bloom",
-    ]
-    sharded += ["recompute checkpointed", "short float16", "shared counted", "shared labelled", "shared late"]
+    ddp, fsdp = DDP, FSDP
     if importlib.util.find_spec("trl") is not None:
-        ddp += ["stock sft", "short sft", "stock dpo", "shared sft", "shared dpo"]
-        sharded += ["probed sft", "short dpo", "shared dpo"]
-    return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in sharded]
+        ddp = [*ddp, "stock sft", "short sft", "stock dpo", "shared sft"]
+        fsdp = [*fsdp, "probed sft", "short dpo", "shared dpo"]
+    refused = strangers.ON_TWO_RANKS  # last, as these might wait for each other
+    return [
+        *(f"ddp {name}" for name in ddp), *(f"fsdp {name}" for name in fsdp),
+        *(f"ddp refused {name}" for name in refused),
+    ]  # fmt: skip
 
 
 def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
