@@ -100,7 +100,7 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     ]  # fmt: skip
     ways = {
         "grows": [*common, *GROW, "batch_size=1", "epochs=9"],
-        "split": [*common, "micro_batch_size=auto", "batch_size=7", "epochs=1"],
+        "split": [*common, "micro_batch_size=2", "batch_size=6", "epochs=1"],
     }
     run = ["run", "recipes/full_finetune_single_device.py", "--config", f"{QUICKSTART}/full_single_device.yaml"]
     runs = [[*run, *small_run(inputs, tmp_path / f"{name}_flex", *way)] for name, way in ways.items()]
@@ -115,5 +115,5 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
         assert 1 <= compiled <= 7, "of nine sizes, or of the parts of seven packs"
     for name, last in {"grows": 8, "split": 0}.items():
         flex = Run(tmp_path / f"{name}_flex")
-        assert len(events(flex, "probe")) == 1
+        assert len(events(flex, "probe")) == (name == "grows")
         assert_close(flex, tune_run("full", *ways[name], name=f"{name}_dense"), epoch=last)
