@@ -30,9 +30,10 @@ them.
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
 the most of the longest samples that a forward and backward can hold next to gradients and optimizer states, one of them
 the shortest instead, as a model makes no mask of attention for a batch without padding. There glibc returns freed
-memory at once, so that nothing but the samples decides; all others run with glibc as it comes. The loss of each step is held
-against ``whole``: Trainer with batches of 64 in one forward, without a limit; that of ``adaptive, group_by_length``
-against ``group_by_length``, which has the same samples in a step. The last line printed is a JSON object.
+memory at once, so that nothing but the samples decides; all others run with glibc as it comes. The loss of each step
+is held against ``whole``: Trainer with batches of 64 in one forward, without a limit; that of
+``adaptive, group_by_length`` against ``group_by_length``, which has the same samples in a step. The last line printed
+is a JSON object.
 """
 
 from __future__ import annotations
