@@ -196,6 +196,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return {run: (status, said, set(modules.split())) for run, status, (said, _, modules) in found}
 
 
+@pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize("arguments", NEED_NO_TORCH)
 def test_importing_the_package_and_a_command_that_needs_no_torch_import_none(arguments: str, ran: Ran) -> None:
     _, said, modules = ran[arguments, ""]
@@ -203,6 +204,7 @@ def test_importing_the_package_and_a_command_that_needs_no_torch_import_none(arg
     assert not {"torch", "torchtune", "omegaconf", "numpy"} & modules
 
 
+@pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize(("arguments", "status", "said"), WITHOUT_TORCHTUNE)
 def test_what_works_without_torchtune_and_what_says_that_it_is_missing(
     arguments: str, status: int, said: str, ran: Ran
