@@ -76,8 +76,8 @@ def keep_little_on_the_host() -> None:
 def keep_freed_memory_on_the_host() -> None:
     """Let glibc keep freed memory again, as much as it does by itself: for steps that leave room below the limit.
 
-    Pages that are returned have to be cleared when they are asked for again: in ``benchmarks/trainer_vs_peers.py`` that
-    took four tenths of a step.
+    Pages that are returned have to be cleared when they are asked for again: four tenths of an epoch, with all of
+    ``benchmarks/trainer_vs_peers.py`` told to keep little.
     """
     global _keeps_freed_memory
     if process_limits():

@@ -30,10 +30,9 @@ them.
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
 the most of the longest samples that a forward and backward can hold next to gradients and optimizer states, one of them
 the shortest instead, as a model makes no mask of attention for a batch without padding. There glibc returns freed
-memory at once, so that nothing but the samples decides; all others run with glibc as it comes. The loss of each step
-is held against ``whole``: Trainer with batches of 64 in one forward, without a limit; that of
-``adaptive, group_by_length`` against ``group_by_length``, which has the same samples in a step. The last line printed
-is a JSON object.
+memory at once; all others run with glibc as it comes. The loss of each step is held against ``whole``: Trainer with
+batches of 64 in one forward, without a limit; that of ``adaptive, group_by_length`` against ``group_by_length``, which
+has the same samples in a step. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ from transformers import (
 )
 
 from adaptive_batching import AdaptiveBatchingError, is_out_of_memory
+from adaptive_batching._unused_memory import keep_little_on_the_host
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 PACKAGES = ("torch", "transformers", "accelerate", "online-dynamic-batching")
@@ -86,7 +86,6 @@ SAME_STEPS = {
     OURS_GROUPED: GROUPED,
 }  # the other run whose steps have the same samples
 PEERS = [*BY_HAND, FINDS, *([ODB] if importlib.util.find_spec("odb") else [])]
-TAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 BATCH_SIZE, LONGEST, VOCABULARY = 64, 384, 4096
 LIMIT_MIB, SHRINKS_BY_MIB, STEPS_BEFORE = 900, 350, 2
 Features = dict[str, Any]
@@ -285,6 +284,7 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
         if method != WHOLE:
             set_limit()
         if method == TRUTH:
+            keep_little_on_the_host()  # so that nothing but the samples decides
             return {"size": find_truth(trainer)}
         start, processor = time.perf_counter(), time.process_time()
         try:
@@ -345,7 +345,7 @@ def main() -> None:
         return
 
     def run(method: str, *more: str) -> dict[str, Any]:
-        environment = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **(TAME_MALLOC if method == TRUTH else {})}
+        environment = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
         given = ("--measure", method, "--samples", str(args.samples), *more)
         found = measure_in_fresh_process(*given, environment=environment)
         print(method, *more, {key: value for key, value in found.items() if key != "losses"}, flush=True)

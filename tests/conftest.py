@@ -106,7 +106,7 @@ def make_inputs(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def inputs(shared: Path) -> Path:
-    """What :func:`make_inputs` makes."""
+    """Data, a tokenizer and models: see :func:`make_inputs`."""
     with made_once(shared / "small") as missing:
         if missing:
             make_inputs(shared / "small")

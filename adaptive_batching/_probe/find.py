@@ -130,7 +130,7 @@ class _Search:
             if self.sizes is not None or not is_out_of_memory(error):
                 raise
             ranks.all(False)
-        if self.settled is not None and meter.device.type == "cpu":  # what runs leaves a fifth of the budget
+        if self.settled is not None and meter.device.type == "cpu":  # as a rule, what runs leaves a fifth of the budget
             keep_freed_memory_on_the_host()
 
     def _agree_on_budget(self) -> None:

@@ -94,7 +94,7 @@ def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun, caplo
 
 
 def test_the_step_of_any_configured_batch_is_traced(tune_run: TuneRun) -> None:
-    """What stock sizes for the configured batch grows between the two sizes that are traced."""
+    """Stock makes a tensor for the configured batch, and a larger one between the two sizes that are traced."""
     [probe] = events(tune_run("full", *PROBE, "batch_size=2", "epochs=1", name="two"), "probe")
     assert (probe["search"], probe["batch_size"]) == ("predict", 32) and len(probe["measurements"]) <= 3
     accumulates = ["gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False"]

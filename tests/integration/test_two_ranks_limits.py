@@ -69,7 +69,7 @@ def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(launched
 
 @of_launch("failing_collectives")
 def test_memory_may_run_out_at_any_moment_of_a_collective(finished: Finished) -> None:
-    """In each step of a run at another."""
+    """Each step of the run fails at another moment."""
     recovered = finished("recovered")
     assert [step["oom_retries"] for step in recovered.metrics] == [*range(1, len(KNOWN) + 1)]
     assert_close(recovered, finished("whole"), epoch=0)

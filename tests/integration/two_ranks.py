@@ -215,7 +215,7 @@ def runs_that_are_cut(run: Runner) -> None:
 
 
 def runs_that_recover(run: Runner) -> None:
-    """With checkpointing and with parameters on the host; and one that cannot."""
+    """Train with checkpointing, with parameters on the host, and in a way that cannot recover."""
     common = [*SGD, model("full"), samples(24)]
     checkpointing = [*common, "enable_activation_checkpointing=True"]
     run("full", "whole", *common)
@@ -228,7 +228,7 @@ def runs_that_recover(run: Runner) -> None:
 
 
 def runs_that_grow(run: Runner) -> None:
-    """Together, by noise that both measure, and on from a checkpoint within an epoch."""
+    """Grow together, by noise that both measure, and resume from a checkpoint within an epoch."""
     rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
     run("full", "agreed", *GROW, *rankwise)
     keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
@@ -253,7 +253,7 @@ def run_in_two(run: Runner, kind: str, *added: str, faults: Sequence[Fault | Non
 
 
 def runs_of_other_recipes(run: Runner) -> None:
-    """Of adapters, of a second model, which is sharded on its own, and of rounded weights."""
+    """Train adapters, a second model, which is sharded on its own, and rounded weights."""
     for kind in ("lora", *OTHERS):
         common = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", samples(48)]
         common += ["loss.beta=2.0"] if "dpo" in kind else []
@@ -396,7 +396,7 @@ def of_shared_steps(kind: str, num_ranks: int) -> list[str]:
 
 
 def runs_that_are_shared_out(run: Runner) -> None:
-    """Each step by both ranks: undisturbed, after a failure, on from a checkpoint; and one that loses a rank."""
+    """Share out each step: undisturbed, after a failure, resumed, and where a rank is lost."""
     with mock.patch.object(Probe, "find", all_fit):
         for kind in SHARED:
             common = [*of_shared_steps(kind, 2), *BY_LENGTH]
@@ -424,7 +424,7 @@ FATAL: list[FailingCollective] = [
     ("gather", "issued", 1, [1]), ("scatter", "waiting", 6, [0]), ("gather", "lost", 1, [1]),
     ("gather", "draining", 6, [0]), ("scatter", "recovering", 1, [1]),
 ]  # fmt: skip
-"""What ends a rank by what it does on another: each takes processes of its own."""
+"""Faults on one rank that end the other as well; each needs processes of its own."""
 
 
 def name_of(kind: str, moment: str, number: int, on: Sequence[int]) -> str:

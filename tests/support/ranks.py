@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import logging
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -86,12 +83,3 @@ def _run_rank(
     quicken_collections()
     run = getattr(importlib.import_module(module), function)  # only now, as modules read the number of their rank
     torch.save(run(*arguments), folder / f"rank_{variables['RANK']}.pt")
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on, and that no system gives out by itself until somebody does."""
-    while True:
-        port = random.SystemRandom().randrange(15000, 32000)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port

@@ -70,7 +70,7 @@ class Outcome:
 
     refusal: str | None = None
     random: Any = None
-    """What would be drawn after training."""
+    """Random numbers that would be drawn next, after training."""
 
 
 def run(habit: Habit, folder: Path, ours: AdaptiveArguments | None, **settings: Any) -> Outcome:
