@@ -250,16 +250,14 @@ class AdaptiveStep(Generic[Sample]):
             of_batch = partial(forward_backward, self._model if is_real else model)
 
             def run(batch: Any) -> None:
-                runs = [partial(of_batch, batch)] * (2 if in_parts else 1)
                 if is_real:
                     end_forward(self._parallel.roots)
-                    outcome = self._runner.run_once(runs)
+                    outcome = self._runner.run_once([partial(of_batch, batch)] * (2 if in_parts else 1))
                     if outcome.failed:
                         raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
                     self._parallel.sum_gradients()
                 else:
-                    for run_one in runs:
-                        run_one()
+                    of_batch(batch)
                 clip_and_step(model, optimizers, self._max_grad_norm)
 
             return run
@@ -267,7 +265,7 @@ class AdaptiveStep(Generic[Sample]):
         self._record([sample], partial(forward_backward, self._model))
         step = TrainingStep(
             unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
-            owners=[self._loss], on_cuda=device.type == "cuda",
+            owners=[self._loss], on_cuda=device.type == "cuda", accumulates=in_parts,
         )  # fmt: skip
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)

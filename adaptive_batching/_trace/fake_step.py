@@ -105,6 +105,8 @@ def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bo
             del earlier
             gc.collect()
         recorder.begin(kept_bytes=recorder.current_bytes - resting_bytes)
+        if step.accumulates:
+            _hold_gradients(optimizers)  # those of earlier forwards, which take no more than the last one
         run(batch)  # the steady state
     return recorder.record()
 
@@ -117,6 +119,12 @@ def _make_states(optimizer: Optimizer) -> None:
         optimizer.step()
         for parameter in trainable(optimizer):
             parameter.grad = None
+
+
+def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for parameter in (parameter for optimizer in optimizers for parameter in trainable(optimizer)):
+        if parameter.grad is None and not getattr(parameter, "is_on_host", False):
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _whole_copy(

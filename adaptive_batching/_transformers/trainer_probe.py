@@ -85,9 +85,10 @@ def probe(
                 return loss
 
             def run(batch: Any) -> None:
-                forward = partial(timed if model is models else forward_backward, *batch)
-                forwards = [forward] * (2 if request.in_parts else 1)
-                if not step.models or model is not models:
+                is_real = model is models
+                forward = partial(timed if is_real else forward_backward, *batch)
+                forwards = [forward] * (2 if is_real and request.in_parts else 1)
+                if not step.models or not is_real:
                     for forward in forwards:
                         forward()
                 elif (outcome := step.run(forwards)).failed:
@@ -107,7 +108,8 @@ def probe(
             return row.inputs, row.bounds, size
 
         traced = TrainingStep(
-            models, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda"
+            models, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda",
+            accumulates=request.in_parts,
         )  # fmt: skip
         return find_largest(
             traced, settings, memory_meter(device), request, ranks=ranks, times=step.times, scratch=scratch

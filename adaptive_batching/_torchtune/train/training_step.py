@@ -35,9 +35,9 @@ def training_step(
 ) -> TrainingStep:
     """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
 
-    If it ``accumulates``, a forward and backward runs while the gradients of another are held, which is the costliest
-    moment. A trace makes those gradients at once, unless it ``traces_both``: the peak is the same, but not what an
-    allocator reserves for it. ``note`` is told the samples and the seconds of each forward and backward of a real step.
+    If it ``accumulates``, a forward and backward runs while the gradients of another are held. A trace makes those at
+    once, unless it ``traces_both``: the peak is the same, but not what an allocator reserves for it. ``note`` is told
+    the samples and the seconds of each forward and backward of a real step.
     """
     num_samples = 0
 
@@ -67,8 +67,6 @@ def training_step(
         def run(batch: Batch) -> None:
             if is_trace:
                 batch = without_block_mask(batch)
-            if accumulates and not runs_both:
-                _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
             forwards = [partial(run_one, batch, is_last=last) for last in ([False, True] if runs_both else [True])]
             outcome = run_once(target, forwards)
             if outcome.failed:
@@ -85,6 +83,7 @@ def training_step(
     return TrainingStep(
         whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole),
         compiling.is_partitioned_by_inductor(host), keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
+        accumulates=accumulates and not traces_both,
     )  # fmt: skip
 
 
@@ -100,12 +99,6 @@ def batch_dependent_module(host: Host) -> str | None:
             host.model(tokens=batch)
 
     return find_batch_dependent_module(host.model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
-
-
-def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
-    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
-        if parameter.requires_grad and parameter.grad is None and not getattr(parameter, "is_on_host", False):
-            parameter.grad = torch.zeros_like(parameter)
 
 
 def _vocabulary(model: nn.Module) -> frozenset[int]:
