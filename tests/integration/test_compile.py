@@ -91,6 +91,7 @@ def test_a_compiled_run_trains_as_one_that_is_not(tune_run: TuneRun, in_training
     assert len(tokens) > 3 >= len(compiled) - in_training[-1], "what is around attention serves rows of any length"
 
 
+@pytest.mark.slow
 def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     inputs: Path, tmp_path: Path, tune_run: TuneRun
 ) -> None:

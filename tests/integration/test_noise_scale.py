@@ -40,9 +40,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[NoiseEstimate]:
     ("kind", "how"),
     [
         ("full", ["micro_batch_size=3"]),
-        ("full", []),
+        pytest.param("full", [], marks=pytest.mark.slow),
         ("full", ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB"]),
-        ("lora", ["micro_batch_size=3"]),
+        pytest.param("lora", ["micro_batch_size=3"], marks=pytest.mark.slow),
     ],
     ids=["parts of three and two", "batches of an accumulation", "by length", "lora"],
 )

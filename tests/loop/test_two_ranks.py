@@ -201,6 +201,7 @@ def test_samples_stay_where_a_module_computes_over_the_batch(ranks: Found) -> No
         assert shared["told"] == [f"samples stay on the ranks that have drawn them: {why}"] and not off["told"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shared_steps.runs(4))
 def test_four_ranks_share_out_a_step_as_two_do(name: str, four_ranks: Found) -> None:
     found = assert_as_one_process(name, four_ranks)

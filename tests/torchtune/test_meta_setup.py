@@ -149,6 +149,8 @@ CASES = {
     **{f"{kind}, sharded": shard(kind) for kind in ("full", "lora", *OTHERS)},
 }
 
+LONG = {"qdora", "full_dpo, sharded", "qat, sharded", "qat_lora, sharded"}
+
 
 @contextlib.contextmanager
 def devices_of(recipe: str) -> Iterator[int]:
@@ -159,7 +161,9 @@ def devices_of(recipe: str) -> Iterator[int]:
         yield count
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES]
+)
 def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
     name: str, inputs: Path, tmp_path: Path
 ) -> None:
