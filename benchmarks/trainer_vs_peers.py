@@ -23,9 +23,12 @@ to find a size.
   many, and accumulates as many of these as make 64 samples on average. If it runs out of memory, it is told three
   quarters of that, and so on.
 
+- ``bound`` is what none of these can beat: a bare loop over the samples end to end, without a trainer, a limit or a
+  set-up, in forwards of about as many tokens as it is told. The fastest of three sizes counts.
+
 With ``short``, memory shrinks after two optimizer steps, as where another process takes some: who survives, with what.
 ``tried`` has the steps that were taken to find a size, and how many of them ran out of memory; ``seconds`` include
-them.
+them, and all else up to the first step, which is ``set_up``.
 
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
 the most of the longest samples that a forward and backward can hold next to gradients and optimizer states, one of them
@@ -69,11 +72,14 @@ from transformers import (
 )
 
 from adaptive_batching import AdaptiveBatchingError, is_out_of_memory
-from adaptive_batching._unused_memory import keep_little_on_the_host
+from adaptive_batching._transformers.row_of_samples import RowAttention
+from adaptive_batching._unused_memory import keep_freed_memory_on_the_host, keep_little_on_the_host
+from adaptive_batching.attention import SampleBounds
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 PACKAGES = ("torch", "transformers", "accelerate", "online-dynamic-batching")
 OURS, WHOLE, TRUTH, FINDS, ODB, FLAT = "adaptive", "whole", "truth", "auto_find_batch_size", "odb", "padding_free"
+BOUND = "bound"
 GROUPED = "group_by_length"
 OURS_FLAT, OURS_GROUPED, LARGEST = f"{OURS}, {FLAT}", f"{OURS}, {GROUPED}", f"{OURS}, largest"
 OURS_PADDED = f"{OURS}, padded"
@@ -88,6 +94,7 @@ SAME_STEPS = {
 PEERS = [*BY_HAND, FINDS, *([ODB] if importlib.util.find_spec("odb") else [])]
 BATCH_SIZE, LONGEST, VOCABULARY = 64, 384, 4096
 LIMIT_MIB, SHRINKS_BY_MIB, STEPS_BEFORE = 900, 350, 2
+ROWS_OF_BOUND = 1024, 1536, 2048  # tokens
 Features = dict[str, Any]
 
 
@@ -181,9 +188,13 @@ class Seen(TrainerCallback):
         self.trainer: Any = None
         self.indices: list[int] = []
         self.steps = 0
+        self.first_step = 0.0
+        """When training began, on the clock of ``time.perf_counter``."""
+
         self._shrinks = shrinks
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.first_step = self.first_step or time.perf_counter()
         self.trainer.in_step.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -304,10 +315,40 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
         "padding": round(trainer.padded_tokens / max(trainer.tokens, 1), 2),
         "seconds": round(seconds, 1),
         "processor": round(processor, 1),
-        "probe": round(trainer.adaptive.waited, 1) if method in ALL_OURS else 0.0,
+        "set_up": round(trainer.seen.first_step - start, 1),
         "ended": error,
         "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
     }
+
+
+def measure_bound(num_samples: int, row_tokens: int) -> dict[str, Any]:
+    """Train in a bare loop, in rows of about ``row_tokens``."""
+    data, model = make_data(num_samples), make_model().train()
+    optimizer, attention = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True), RowAttention(model)
+    model(**of_model(collate(data[:1]))).loss.backward()
+    model.zero_grad()
+    keep_freed_memory_on_the_host()
+    start, processor = time.perf_counter(), time.process_time()
+    for step in range(0, num_samples, BATCH_SIZE):
+        samples = sorted((each["input_ids"] for each in data[step : step + BATCH_SIZE]), key=len, reverse=True)
+        rows: list[list[list[int]]] = [[] for _ in range(max(round(sum(map(len, samples)) / row_tokens), 1))]
+        for sample in samples:
+            min(rows, key=lambda row: sum(map(len, row))).append(sample)
+        targets = sum(len(sample) - 1 for sample in samples)
+        for row in rows:
+            bounds = SampleBounds([len(sample) for sample in row])
+            batch = {
+                "input_ids": torch.tensor([[token for sample in row for token in sample]]),
+                "labels": torch.tensor([[token for sample in row for token in (-100, *sample[1:])]]),
+                "position_ids": bounds.positions(),
+            }
+            with attention.within(bounds):
+                model(**batch, num_items_in_batch=targets).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    return {"row": row_tokens, "seconds": round(seconds, 1), "processor": round(processor, 1)}
 
 
 def what_was_found(method: str, trainer: Any, budget: int) -> dict[str, Any]:
@@ -339,6 +380,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--shrinks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.measure == BOUND:
+        print(json.dumps(measure_bound(args.samples, args.budget)))
+        return
     if args.measure:
         found = measure(args.measure, args.samples, args.by_hand, args.budget, shrinks=args.shrinks)
         print(json.dumps(found))
@@ -364,17 +408,20 @@ def main() -> None:
     def given(method: str) -> list[str]:
         return ["--by-hand", str(sizes.get(method, 1)), "--budget", str(budget)]
 
-    runs = [(LARGEST, largest)]
+    runs, bounds = [(LARGEST, largest)], []
     for _ in range(args.repeats):
         runs += [(method, run(method, *given(method))) for method in (*IN_PARTS, *PEERS)]
+        bounds += [run(BOUND, "--budget", str(tokens)) for tokens in ROWS_OF_BOUND]
     runs += [(f"{method}, short", run(method, *given(method), "--shrinks")) for method in (*PEERS, *IN_PARTS)]
-    report(args.output, args.samples, truth, whole, runs)
+    report(args.output, args.samples, truth, whole, runs, bounds)
 
 
-def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list[tuple[str, Any]]) -> None:
+def report(
+    output: Path | None, samples: int, truth: int, whole: Any, runs: list[tuple[str, Any]], bounds: list[Any]
+) -> None:
     """Write the table and the figures."""
     columns = ["size", "tried", "failures", "steps", "lost", "repeated", "padding", "difference", "seconds",
-               "processor", "probe", "ended"]  # fmt: skip
+               "processor", "set_up", "ended"]  # fmt: skip
     losses = {name: found["losses"] for name, found in [(WHOLE, whole), *runs] if not found["ended"]}
     for name, found in runs:
         found["difference"] = ""
@@ -383,7 +430,7 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
             found["difference"] = f"{max(abs(one - other) / other for one, other in pairs):.0e}"
     rows = [
         "| run | size | tried | out of memory | steps | lost | seen again | padded over real tokens | loss differs by "
-        "| seconds | of a processor | of the probe | ended |",
+        "| seconds | of a processor | of set-up | ended |",
         "|---" * 13 + "|",
         *("| " + " | ".join(map(str, [method, *(found[key] for key in columns)])) + " |" for method, found in runs),
     ]
@@ -396,6 +443,9 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
 
     finished = [method for method in PEERS if not any(of(method, "ended"))]
     best, ours = min(map(seconds, finished)), min(IN_PARTS, key=seconds)
+    bound = min(
+        statistics.median(each["seconds"] for each in bounds if each["row"] == tokens) for tokens in ROWS_OF_BOUND
+    )
     processor = {method: seconds(method, "processor") for method in (*finished, *IN_PARTS)}
     write_report(
         "An epoch in a Hugging Face Trainer, in a memory limit",
@@ -406,11 +456,14 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
             f"what Trainer, group_by_length and batch_rebalance are given by hand",
             f"short: after {STEPS_BEFORE} steps the limit is {SHRINKS_BY_MIB} MiB lower",
             f"whole: {whole['seconds']} s without a limit, in one forward of {BATCH_SIZE}",
+            "bound: " + ", ".join(f"{each['seconds']} s in rows of {each['row']} tokens" for each in bounds),
         ],
         rows=rows,
         figures={
             "seconds_vs_best_peer": round(seconds(ours) / best, 2),
-            "without_the_probe": round((seconds(ours) - seconds(ours, "probe")) / best, 2),
+            "without_set_up": round((seconds(ours) - seconds(ours, "set_up")) / best, 2),
+            "without_set_up_vs_bound": round((seconds(ours) - seconds(ours, "set_up")) / bound, 2),
+            "bound_vs_best_peer": round(bound / best, 2),
             "processor_vs_best_peer": round(
                 min(processor[method] for method in IN_PARTS) / min(processor[method] for method in finished), 2
             ),
