@@ -55,8 +55,13 @@ def test_our_config_can_be_set_up(path: Path) -> None:
     assert run.steps_per_epoch == 10_000 // request.devices // run.window
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ADAPTIVE, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("0.5B_full") else [pytest.mark.slow])
+        for path in ADAPTIVE
+    ],
+)
 def test_our_config_shows_the_batches_that_are_planned(path: Path) -> None:
     """Where they have changed: python -m tests.support.planned_batches."""
     assert shown(path) == planned_apart(path)
