@@ -44,6 +44,9 @@ ARCHITECTURE = dict(
 LONG = (
     "test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py", "test_meta_setup.py",
     "test_strangers.py", "test_trl.py", "test_loaders.py", "test_two_ranks.py", "test_other_loops.py",
+    "test_configs.py", "test_patches.py", "test_real_memory.py", "test_tensor_parallel.py", "torchtune/test_images.py",
+    "transformers/test_end_to_end.py", "transformers/test_found_before.py", "transformers/test_run.py",
+    "transformers/test_encoder_decoder.py", "loop/test_page.py",
 )  # fmt: skip
 """Files of most of the seconds of what starts no run through ``tune run``"""
 
@@ -52,7 +55,7 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is ``long``, and have one worker of pytest-xdist run all that is marked ``serial``."""
     for item in items:
-        if item.path.name in LONG:
+        if any(map(item.path.match, LONG)):
             item.add_marker(pytest.mark.long)
         if item.get_closest_marker("serial"):
             item.add_marker(pytest.mark.xdist_group("serial"))
