@@ -10,13 +10,14 @@ from adaptive_batching._emulated_device.control import Counters
 from tests.conftest import Run, assert_same_weights
 from tests.integration.two_ranks import FAULTS, KINDS, OTHERS
 from tests.support.device_steps import StepEnd, assert_asks_no_more, level
-from tests.support.launches import Finished, of_each_kind, of_launch
+from tests.support.launches import Finished, of_launch
 from tests.support.records import events
 
 ALL = (*KINDS, *OTHERS)
 
 
-@of_each_kind("devices", ALL)
+@of_launch("devices")
+@pytest.mark.parametrize("kind", ALL)
 def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(kind: str, finished: Finished) -> None:
     whole, resumed = finished(f"{kind}_steps_whole"), finished(f"{kind}_steps")
     [probe] = events(whole, "probe")

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "full, without a scheduler, two data sets": ("full", {"lr_scheduler": None, "dataset": TWO_DATA_SETS}),
     "lora": ("lora", ACCUMULATION, DROPOUT),
-    "lora, packed": ("lora", PACKED, "batch_size=2"),
+    "lora, compiled, packed": ("lora", COMPILED, PACKED, "batch_size=2"),
     "dora, checkpointing": ("lora", "model.use_dora=True", CHECKPOINTING),
     "qlora": ("lora", "model.quantize_base=True", *WIDE),
     "kd": ("kd", ACCUMULATION, DROPOUT),

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAULTS, OTHERS, SHARED, SHARED_FAULTS, of_shared_steps, same_everywhere
 from tests.support.html import read_page
-from tests.support.launches import Finished, of_each_kind, of_launch, output_of
+from tests.support.launches import Finished, of_launch, output_of
 from tests.support.overrides import SGD, VALIDATE, WIDE
 from tests.support.records import events
 
@@ -175,7 +175,8 @@ def assert_close_weights(kind: str, ours: Run, theirs: Run) -> None:
             torch.testing.assert_close(ours.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
 
 
-@of_each_kind("others", ["lora", *OTHERS])
+@of_launch("others")
+@pytest.mark.parametrize("kind", ["lora", *OTHERS])
 def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
     kind: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:

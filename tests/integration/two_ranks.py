@@ -252,9 +252,9 @@ def run_in_two(run: Runner, kind: str, *added: str, faults: Sequence[Fault | Non
     run(kind, again.name, *common, "resume_from_checkpoint=True", faults=faults)
 
 
-def runs_of_other_recipes(run: Runner, kinds: Sequence[str]) -> None:
+def runs_of_other_recipes(run: Runner) -> None:
     """Train adapters, a second model, which is sharded on its own, and rounded weights."""
-    for kind in kinds:
+    for kind in ("lora", *OTHERS):
         common = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", samples(48)]
         common += ["loss.beta=2.0"] if "dpo" in kind else []
         run(kind, f"{kind}_stock", *common, stock=True)
@@ -289,21 +289,13 @@ OTHERS: dict[str, tuple[str, str, Sequence[str]]] = {
     "qat": ("qat_distributed", "full", (*QUANTIZER, "fake_quant_after_n_steps=1")),
     "qat_lora": ("qat_lora_finetune_distributed", "lora", QUANTIZER),
 }
-ALIKE = ("full_dpo", "qat_lora")
-"""Kinds of run that have nothing which two others do not have: their launches are slow tests."""
-UNLIKE = tuple(kind for kind in ("lora", *OTHERS) if kind not in ALIKE)
-
-
-def runs_in_two(run: Runner, kinds: Sequence[str]) -> None:
-    """Recipes over NCCL: probed, grown, validated, saved within an epoch and resumed."""
-    for kind in kinds:
-        validate = [] if kind.endswith("dpo") else [*VALIDATE, "run_val_every_n_steps=4"]
-        run_in_two(run, kind, *ON_DEVICE, *validate, "use_maximum_batch_size=True")
 
 
 def runs_on_devices(run: Runner) -> None:
-    """Recipes over NCCL, what QAT's steps ask for, and a device that is full."""
-    runs_in_two(run, ["full", *UNLIKE])
+    """Every recipe over NCCL: probed, grown, validated, saved within an epoch and resumed; what QAT's steps ask for."""
+    for kind in (*KINDS, *OTHERS):
+        validate = [] if kind.endswith("dpo") else [*VALIDATE, "run_val_every_n_steps=4"]
+        run_in_two(run, kind, *ON_DEVICE, *validate, "use_maximum_batch_size=True")
     for name, fields in {"stock": [], "off": [], "probed": ["use_maximum_batch_size=True"]}.items():
         common = [*ON_DEVICE, samples(160), "adaptive_batching.max_batch_size=4"]
         run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
@@ -457,10 +449,8 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "split": runs_that_are_cut,
     "recovery": runs_that_recover,
     "growth": runs_that_grow,
-    "others": partial(runs_of_other_recipes, kinds=UNLIKE),
-    "others_alike": partial(runs_of_other_recipes, kinds=ALIKE),
+    "others": runs_of_other_recipes,
     "devices": runs_on_devices,
-    "devices_alike": partial(runs_in_two, kinds=ALIKE),
     "devices_level": runs_of_many_steps,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,

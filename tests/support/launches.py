@@ -5,7 +5,7 @@ The runs are in ``tests/integration/two_ranks.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,17 +35,6 @@ def of_launch(which: str) -> Callable[[Test], Test]:
     """
     together = pytest.mark.serial if which == "memory" else pytest.mark.xdist_group(f"two_ranks_{which}")
     return lambda test: together(pytest.mark.parametrize("launched", [which], indirect=True)(test))
-
-
-def of_each_kind(which: str, kinds: Iterable[str]) -> Callable[[Test], Test]:
-    """Say which launch a test is about, for each kind of recipe; those that are ``ALIKE`` have one of their own."""
-    from tests.integration.two_ranks import ALIKE
-
-    def case(kind: str) -> Any:
-        launch, slow = (f"{which}_alike", [pytest.mark.slow]) if kind in ALIKE else (which, [])
-        return pytest.param(launch, kind, marks=[pytest.mark.xdist_group(f"two_ranks_{launch}"), *slow])
-
-    return pytest.mark.parametrize(("launched", "kind"), [*map(case, kinds)], indirect=["launched"])
 
 
 def finished_in(launched: tuple[Path, str], name: str) -> Run:

@@ -149,7 +149,7 @@ CASES = {
     **{f"{kind}, sharded": shard(kind) for kind in ("full", "lora", *OTHERS)},
 }
 
-LONG = {"qdora", "full_dpo, sharded", "qat, sharded", "qat_lora, sharded"}
+LONG = {"qdora", "qat_lora, sharded"}
 
 
 @contextlib.contextmanager

@@ -53,10 +53,8 @@ def without_cuda() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        pytest.param(["model.num_layers=6"], id="more than stay"),
-        pytest.param(["model.num_layers=3", "dtype=bf16", "compile=True"], id="compiled", marks=pytest.mark.slow),
-    ],
+    [["model.num_layers=6"], ["model.num_layers=3", "dtype=bf16", "compile=True"]],
+    ids=["more than stay", "compiled"],
 )
 def test_a_trace_keeps_on_the_device_what_torchtune_keeps(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch

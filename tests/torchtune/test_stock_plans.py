@@ -20,7 +20,7 @@ from tests.support.processes import in_a_process
 
 LENGTH = 512
 # One of each kind; the others are marked slow
-SOME = {"llama3_2/1B_lora_single_device", "llama3_2/1B_full"}
+SOME = {"llama3_2/1B_qlora_single_device", "llama3_2/1B_full"}
 
 STOCK = [
     pytest.param(recipe.name, config.file_path, id=config.name, marks=[] if config.name in SOME else pytest.mark.slow)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launch(folder: Path) -> Callable[..., list[Found]]:
-    """``launch(*names)``: what runs have left on each rank, made once."""
-    return functools.cache(lambda *names: run_ranks(two_ranks.run_all, folder, names, folder=folder))
-
-
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest, launch: Callable[..., list[Found]]) -> list[Found]:
-    found = launch(*two_ranks.runs())
-    if request.node.get_closest_marker("slow"):
-        found = [{**one, **more} for one, more in zip(found, launch(*two_ranks.SLOW), strict=True)]
-    return found
+def ranks(folder: Path) -> list[Found]:
+    return run_ranks(two_ranks.run_all, folder, two_ranks.runs(), folder=folder)
 
 
 def of_run(name: str, ranks: Sequence[Found]) -> Mapping[str, Any]:
@@ -87,7 +77,6 @@ def test_two_processes_train_as_one_does_with_the_whole_batch(name: str, ranks: 
         assert [each["oom_retries"] for each in losses(found)] == [0, 1, 2, 3], "once in each place"
 
 
-@pytest.mark.slow
 def test_what_two_processes_have_found_before_training_they_train_with(ranks: list[Found]) -> None:
     found, probed = (of_run(f"ddp {ours} llama", ranks) for ours in ("found", "probed"))
     assert_alike(found, probed)
@@ -152,7 +141,6 @@ def test_samples_end_to_end_run_again_on_both_ranks_when_one_is_short(
     assert found["in_rows"] and ranks[0][name]["recoveries"] == ranks[1][name]["recoveries"] >= 1
 
 
-@pytest.mark.slow
 def test_samples_of_a_sharded_model_are_padded_if_it_would_not_keep_them_apart(
     ranks: list[Found], tmp_path: Path
 ) -> None:
@@ -182,7 +170,7 @@ def test_samples_that_ranks_share_out_count_as_in_one_process(
     assert all(step["moved"] is None for step in steps_of(folder, "ddp drawn counted"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_samples_are_shared_out_again_when_a_rank_with_those_of_another_is_short(
     strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
 ) -> None:
@@ -193,7 +181,6 @@ def test_samples_are_shared_out_again_when_a_rank_with_those_of_another_is_short
     assert (first["recoveries"], second["recoveries"]) == (0, 1) and second["moved"] > 0
 
 
-@pytest.mark.slow
 def test_samples_with_a_label_each_are_shared_out(ranks: list[Found], folder: Path, tmp_path: Path) -> None:
     name, data = "ddp shared labelled", trainers.make_labelled(SAMPLES)
     model, collator = classes_of_two_devices(), trainers.collate_labelled
@@ -201,7 +188,6 @@ def test_samples_with_a_label_each_are_shared_out(ranks: list[Found], folder: Pa
     assert all(step["moved"] > 0 for step in steps_of(folder, name))
 
 
-@pytest.mark.slow
 def test_what_would_balance_ranks_in_the_sampler_is_not_needed(
     ranks: list[Found], folder: Path, tmp_path: Path
 ) -> None:
@@ -212,7 +198,6 @@ def test_what_would_balance_ranks_in_the_sampler_is_not_needed(
     assert sum("'batch_rebalance' is not needed" in line for line in found["told"]) == 1
 
 
-@pytest.mark.slow
 def test_samples_stay_in_a_step_of_which_ranks_have_other_numbers(ranks: list[Found], folder: Path) -> None:
     """In the first step, each has as many, of which one counts nothing."""
     name = "ddp shared uneven"
@@ -226,7 +211,6 @@ def stays(found: Mapping[str, Any]) -> list[str]:
     return [line for line in found["told"] if line.startswith("samples stay on the ranks that have drawn them: they w")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert", "apart"])
 def test_samples_stay_where_a_mean_is_of_each_rank_by_itself(model: str, ranks: list[Found], folder: Path) -> None:
     found, drawn = (of_run(f"ddp {ours} {model}", ranks) for ours in ("shared", "drawn"))
@@ -264,7 +248,6 @@ def test_with_none_set_a_sharded_model_trains_bit_for_bit_as_with_trainer(ranks:
     assert off["digest"] == stock["digest"]
 
 
-@pytest.mark.slow
 def test_the_rank_with_the_least_memory_decides_on_the_size(ranks: list[Found]) -> None:
     """On the second, two samples of 24 tokens fit."""
     assert [rank["fsdp maximum llama"]["probed"] for rank in ranks] == [2, 2]
@@ -299,7 +282,6 @@ def test_what_is_predicted_of_a_sharded_step_is_what_it_takes(ranks: list[Found]
     assert_alike(found, of_run("ddp stock sft", ranks))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rel"), [("recompute checkpointed", 1e-5), ("short float16", 5e-3)])
 def test_a_sharded_model_is_checkpointed_and_its_loss_scaled(
     name: str, rel: float, ranks: list[Found], tmp_path: Path

@@ -299,16 +299,15 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 DDP = [
-    "parts llama", "short llama", "probed llama", "rows llama", "evaluated llama", "shared late", "shared counted",
-    "drawn counted",
+    "parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama",
+    "shared late", "shared labelled", "shared rebalanced",
+    *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
+    "stock bert",
 ]  # fmt: skip
-FSDP = ["stock llama", "off llama", "growing llama", "places twice", "rows checkpointed", "shared counted"]
-SLOW = [
-    "ddp found llama", "ddp shared labelled", "ddp shared rebalanced", "ddp stock bert",
-    *(f"ddp {ours} {model}" for model in SHARED for ours in ("shared", "drawn") if model != "counted"),
-    "fsdp maximum llama", "fsdp auto bloom", "fsdp recompute checkpointed", "fsdp short float16", "fsdp shared late",
+FSDP = [
+    "stock llama", "off llama", "maximum llama", "growing llama", "places twice", "rows checkpointed", "auto bloom",
+    "recompute checkpointed", "short float16", "shared counted", "shared late",
 ]  # fmt: skip
-"""Runs of a launch of their own, for slow tests."""
 
 
 def runs() -> list[str]:
