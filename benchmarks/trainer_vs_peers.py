@@ -22,7 +22,6 @@ to find a size.
 - ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive, largest`` has found. It makes batches of so
   many, and accumulates as many of these as make 64 samples on average. If it runs out of memory, it is told three
   quarters of that, and so on.
-
 - ``bound`` is what none of these can beat: a bare loop over the samples end to end, without a trainer, a limit or a
   set-up, in forwards of about as many tokens as it is told. The fastest of three sizes counts.
 
@@ -315,7 +314,7 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
         "padding": round(trainer.padded_tokens / max(trainer.tokens, 1), 2),
         "seconds": round(seconds, 1),
         "processor": round(processor, 1),
-        "set_up": round(trainer.seen.first_step - start, 1),
+        "set_up": round((trainer.seen.first_step or start + seconds) - start, 1),  # all, if no step was begun
         "ended": error,
         "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
     }

@@ -265,7 +265,7 @@ class AdaptiveStep(Generic[Sample]):
         self._record([sample], partial(forward_backward, self._model))
         step = TrainingStep(
             unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
-            owners=[self._loss], on_cuda=device.type == "cuda", accumulates=in_parts,
+            owners=[self._loss], on_cuda=device.type == "cuda", holds_gradients=in_parts,
         )  # fmt: skip
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)

@@ -105,7 +105,7 @@ def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bo
             del earlier
             gc.collect()
         recorder.begin(kept_bytes=recorder.current_bytes - resting_bytes)
-        if step.accumulates:
+        if step.holds_gradients:
             _hold_gradients(optimizers)  # those of earlier forwards, which take no more than the last one
         run(batch)  # the steady state
     return recorder.record()

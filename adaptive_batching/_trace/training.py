@@ -45,10 +45,11 @@ class TrainingStep:
     on_cuda: bool = False
     """True if a trace is to count what kernels of CUDA take for the time of a call."""
 
-    accumulates: bool = False
-    """True if a step runs a forward and backward while the gradients of another are held, which is the costliest
-    moment. What ``bind`` returns for a trace leaves the first out: the trace makes its gradients at once, which takes
-    half as long and has the same peak."""
+    holds_gradients: bool = False
+    """True if a trace is to begin with gradients held, in place of a forward and backward before the one that runs.
+
+    The last of several is the costliest, and what ``bind`` returns for a trace runs it alone: half as long, at the same
+    peak."""
 
     updates: bool = True
     """False if the function of ``bind`` takes no optimizer step."""

@@ -109,7 +109,7 @@ def probe(
 
         traced = TrainingStep(
             models, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda",
-            accumulates=request.in_parts,
+            holds_gradients=request.in_parts,
         )  # fmt: skip
         return find_largest(
             traced, settings, memory_meter(device), request, ranks=ranks, times=step.times, scratch=scratch

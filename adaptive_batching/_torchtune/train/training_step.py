@@ -83,7 +83,7 @@ def training_step(
     return TrainingStep(
         whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole),
         compiling.is_partitioned_by_inductor(host), keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
-        accumulates=accumulates and not traces_both,
+        holds_gradients=accumulates and not traces_both,
     )  # fmt: skip
 
 
