@@ -21,7 +21,7 @@ Place = tuple[nn.Module, str]
 
 _NEAR = 2**16  # bytes of a tensor on a device that are compared on the host
 _COLUMNS = 61
-_LONG = 1000  # entries of a container that is kept without a look into each of them
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 
 class KeptTensor:
@@ -145,14 +145,13 @@ def hash_of(parameter: nn.Parameter) -> int:
 
 
 def shallow(container: Any) -> Any:
-    kind = next((kind for kind in (dict, set) if isinstance(container, kind)), list)
-    return kind(container)
+    return dict(container) if isinstance(container, dict) else {*container} if isinstance(container, set) else [*container]
 
 
 def entries_of(container: Any) -> list[Any]:
-    if len(container) > _LONG:
-        return []
-    return list(container.values() if isinstance(container, Mapping) else container)
+    """Return the entries that may lead to something else, which numbers and texts do not."""
+    entries = container.values() if isinstance(container, Mapping) else container
+    return [] if _PLAIN.issuperset(map(type, entries)) else [each for each in entries if type(each) not in _PLAIN]
 
 
 def is_as(container: Any, saved: Any) -> bool:

@@ -48,6 +48,8 @@ _LIBRARIES = {
 }  # fmt: skip
 _NAMES_OF_DATA = ("dataset", "dataloader", "data_loader")  # which may be lists, and draw when they are read
 _COPIED_PARAMETERS = 2**28  # bytes of parameters that are copied, the smallest first; others are only compared
+_LONG = 1000  # entries of a container beyond which its tensors are not copied, outside of models and optimizers
+_DATA = 20_000  # entries in such containers beyond which they are taken for data
 _NOTHING = object()
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
@@ -57,13 +59,16 @@ class Snapshot:
 
     An owner is looked into whatever it is. What it leads to is not if it is a data set, an object of a library other
     than a module, or an optimizer, unless the owner is one, which may wrap another. The largest parameters, beyond
-    256 MiB, are not copied; :meth:`check_parameters` compares them.
+    256 MiB, are not copied, nor are tensors in containers of more than 1,000 entries, other than those of modules and
+    optimizers; :meth:`check_uncopied` compares them. Such containers of more than 20,000 are not looked into.
 
     Args:
         owners: Where to begin.
         places: What to look at in addition.
         skipped: Modules that are not looked into.
         elsewhere: Tensors whose values somebody else puts back, such as parameters that an optimizer steps.
+        looks_into_long: False to leave out what is in containers of more than 1,000 entries, other than those of
+            modules and optimizers.
         copies: Where copies of tensors go: ``"here"``, on the ``"host"``, or ``"nowhere"``, for a caller who keeps the
             values of :attr:`tensors`.
     """
@@ -75,9 +80,11 @@ class Snapshot:
         places: Iterable[Place] = (),
         skipped: Iterable[nn.Module] = (),
         elsewhere: Iterable[torch.Tensor] = (),
+        looks_into_long: bool = True,
         copies: str = "here",
     ) -> None:
         self._elsewhere = {id(tensor) for tensor in elsewhere}
+        self._left_in_long, self._is_in_long = _DATA if looks_into_long else 0, False
         self._follows_optimizers = False  # whose states are large, and which no forward or backward changes
         # Keeps what it has seen alive, so that no other object gets its number.
         self._seen: dict[int, Any] = {id(module): module for module in skipped}
@@ -87,6 +94,7 @@ class Snapshot:
         self._cells: list[tuple[types.CellType, Any]] = []
         self._states: list[tuple[HasState, Any, Place | None]] = []
         self._kept: list[KeptTensor] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are not copied
         self._parameters: list[tuple[nn.Parameter, Place | None]] = []
         self._loose: dict[int, nn.Parameter] = {}  # of no module, as far as has been seen
         for owner in owners:
@@ -132,14 +140,25 @@ class Snapshot:
         places |= {kept.place for kept in self._kept if kept.has_changed}
         return {place for place in places if place is not None}
 
-    def check_parameters(self) -> None:
-        """Raise ConfigError if a parameter has changed that is not copied."""
+    def check_uncopied(self) -> None:
+        """Raise ConfigError if a parameter or another tensor has changed that is not copied."""
         changed = [parameter for parameter, before in self._hashes if hash_of(parameter) != before]
         if changed:
             raise ConfigError(
                 f"a forward pass changes parameters of the model ({len(changed)}, the first of shape "
                 f"{tuple(changed[0].shape)}), so that each part of a batch would meet another model; change them "
                 "between steps, or train without adaptive batching"
+            )
+        others = [tensor for tensor, version in self._versions if tensor._version != version]
+        if others:  # unless they are views of what is put back, as in a state_dict
+            known = [*(parameter for parameter, _ in self._parameters), *self.tensors]
+            storages = {_storage_of(tensor) for tensor in known}
+            others = [tensor for tensor in others if _storage_of(tensor) not in storages]
+        if others:
+            raise ConfigError(
+                f"the loss changes tensors in place in a list or dictionary of more than {_LONG:,} entries "
+                f"({len(others)}, the first of shape {tuple(others[0].shape)}), which are too many to be put back "
+                "after a trial; keep them in one tensor, or in a module as buffers"
             )
 
     def put_back(self) -> None:
@@ -246,6 +265,12 @@ class Snapshot:
     def _look_at(self, value: Any, place: Place | None) -> None:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)) or id(value) in self._seen:
             return
+        if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)):  # first, as there are many
+            self._seen[id(value)] = value
+            if not isinstance(value, (tuple, frozenset)):
+                self._containers.append((value, shallow(value), place))
+            self._look_at_entries(value, place)
+            return
         if isinstance(value, nn.Module):
             for module in value.modules():
                 self._look_into_module(module)
@@ -261,22 +286,30 @@ class Snapshot:
             self._keep(value, place)
         elif (holder := holder_of(value)) is not None:
             self._states.append((holder, holder.get(), place))
-        elif isinstance(value, (dict, list, set, collections.deque)):
-            self._containers.append((value, shallow(value), place))
-            for entry in entries_of(value):
-                self._look_at(entry, place)
-        elif isinstance(value, (tuple, frozenset)):
-            for entry in entries_of(value):
-                self._look_at(entry, place)
         elif isinstance(value, Optimizer):
             if self._follows_optimizers:
                 self._look_into_attributes(vars(value), place)
         elif hasattr(value, "__dict__") and _is_looked_into(value):
             self._look_into_attributes(vars(value), place)
 
+    def _look_at_entries(self, container: Any, place: Place | None) -> None:
+        entries, around = entries_of(container), self._is_in_long
+        if (around or len(entries) > _LONG) and place is None and not self._follows_optimizers:
+            if len(entries) > self._left_in_long:
+                return
+            self._left_in_long -= len(entries)
+            self._is_in_long = True
+        for entry in entries:
+            self._look_at(entry, place)
+        self._is_in_long = around
+
     def _keep(self, tensor: torch.Tensor, place: Place | None) -> None:
-        if id(tensor) not in self._elsewhere:
+        if id(tensor) in self._elsewhere:
+            return
+        if not self._is_in_long or place is not None:
             self._kept.append(KeptTensor(tensor, place))
+        elif not tensor.is_inference():  # which has no version
+            self._versions.append((tensor, tensor._version))
 
 
 class StepState:
@@ -308,7 +341,9 @@ class StepState:
             left_out = trained if 2 * len(trained) > len(parameters) else parameters
             self._snapshot = Snapshot(self.owners, elsewhere=left_out, copies="host")
         else:
-            self._snapshot = Snapshot(self.owners, places=self._places, skipped=self._modules)
+            self._snapshot = Snapshot(
+                self.owners, places=self._places, skipped=self._modules, looks_into_long=False
+            )  # fmt: skip
 
     def put_back(self) -> None:
         self._snapshot.put_back()
@@ -358,7 +393,7 @@ def rehearsal(
         start_over()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    snapshot.check_parameters()
+    snapshot.check_uncopied()
 
 
 @contextlib.contextmanager
@@ -389,6 +424,13 @@ def _parameters_of(owners: Iterable[Any]) -> list[nn.Parameter]:
         elif isinstance(value, nn.Parameter):  # such as a temperature that a loss learns
             parameters.append(value)
     return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a wrapper
+        return None
 
 
 def _library_of(value: Any) -> str:

@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, DoesNotFitError
+from adaptive_batching import (
+    AdaptiveBatchingConfig,
+    AdaptiveStep,
+    ConfigError,
+    DoesNotFitError,
+    find_maximum_batch_size,
+)
 from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from adaptive_batching._trace.trace import trace_step
@@ -140,3 +147,75 @@ def test_what_fails_for_good_leaves_what_was_before_the_step() -> None:
         run.step(SAMPLES)
     with_hook.remove()
     assert described([run.model, vars(run.loss)]) == before
+
+
+class Many(nn.Module):
+    """A model of so many parameters, which notes its tensors in a dictionary and a list in every forward."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(1) for _ in range(number)])
+        self.seen = {name: torch.zeros(1) for name, _ in self.named_parameters()}
+        self.nested = [[0] for _ in range(number)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["weights.0"] += 1
+        self.nested[-1].append(1)
+        return x * torch.stack(list(self.weights)).sum()
+
+
+BY_STEPS = AdaptiveBatchingConfig(search="binary_search")
+
+
+def test_a_probe_restores_states_and_containers_of_more_than_a_thousand_entries() -> None:
+    model = Many(1010)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()  # type: ignore[no-any-return]
+
+    loss(model, torch.ones(1, 1)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    before = described([model, optimizer])
+    find_maximum_batch_size(model, optimizer, loss, lambda size: torch.ones(size, 1), upper=2, settings=BY_STEPS)
+    assert described([model, optimizer]) == before
+
+
+class ByRow:
+    """A loss with a table of so many rows, of which it keeps views or which it changes in place."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = [torch.zeros(1) for _ in range(rows)]
+        self.replaced = dict(enumerate(self.rows))
+        self.notes: list[list[float]] = [[] for _ in range(rows)]
+        self.in_place = False
+
+    def __call__(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss = model(batch).square().sum()
+        self.replaced[len(self.rows) - 1] = loss.detach()
+        self.notes[-1].append(1.0)
+        if self.in_place:
+            self.rows[-1] += 1
+        return loss, len(batch)
+
+
+def test_a_large_table_of_a_loss_is_put_back_or_its_change_is_an_error() -> None:
+    model, loss = nn.Linear(4, 4), ByRow(1010)
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    before = described(vars(loss))
+    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+    assert described(vars(loss)) == before
+    loss.in_place = True
+    with pytest.raises(ConfigError, match=r"changes tensors in place in a list .* more than 1,000 entries \(1, "):
+        step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+
+
+def test_views_of_weights_in_a_large_table_are_no_error() -> None:
+    model = Many(1010)
+    loss = ByRow(1010)
+    loss.rows = list(model.state_dict().values())
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    before = described([model, loss.rows])
+    step.find_maximum_batch_size(torch.ones(1), upper=2, settings=BY_STEPS)
+    assert described([model, loss.rows]) == before

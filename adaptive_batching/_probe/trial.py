@@ -204,7 +204,7 @@ def unchanged(
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             snapshot.put_back()
-    snapshot.check_parameters()
+    snapshot.check_uncopied()
 
 
 def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
