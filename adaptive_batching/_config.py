@@ -51,7 +51,7 @@ class AdaptiveBatchingConfig:
     """
 
     use_maximum_batch_size: bool = False
-    """Find the largest batch that fits before training, and train with it."""
+    """Find the largest batch that fits before training, and train with it, or grow up to it."""
 
     batch_increase_function: IncreaseField = None
     """Decides when the batch grows, and by how much; see :mod:`adaptive_batching.growth`."""

@@ -51,12 +51,11 @@ def test_every_relative_link_resolves(path: Path) -> None:
         assert anchor in ("", *(re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings)), link
 
 
-def test_every_page_is_linked_from_the_index_and_the_readme_and_they_are_short() -> None:
+def test_every_page_is_linked_from_the_index_and_the_readme_which_is_short() -> None:
     for index in (README, ROOT / "docs" / "README.md"):
         for path in DOCS:
             assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
     assert len(README.read_text().split()) <= 900
-    assert sum(len(path.read_text().split()) for path in DOCS) <= 9_000
 
 
 def test_what_is_said_to_be_tested_names_its_test() -> None:

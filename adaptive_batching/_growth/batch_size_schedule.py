@@ -347,15 +347,24 @@ def plan_batch_sizes(
 
 
 def plan_decisions(
-    batch_size: int, increase: IncreaseFunction, name: str, epochs: int, samples: int, maximum: int
+    batch_size: int,
+    increase: IncreaseFunction,
+    name: str,
+    epochs: int,
+    samples: int,
+    maximum: int,
+    ask: Callable[[Callable[[], int]], int] = lambda asked: asked(),
 ) -> list[Decision]:
-    """Return the decision at the start of each epoch, as for :func:`plan_batch_sizes`; ``name`` is the function's."""
+    """Return the decision at the start of each epoch, as for :func:`plan_batch_sizes`.
+
+    ``name`` is the function's in messages; ``ask`` is that of :class:`BatchController`.
+    """
     for key, value in {"batch_size": batch_size, "epochs": epochs, "samples": samples, "maximum": maximum}.items():
         if not hasattr(value, "__index__") or value < 1:
             raise ValueError(f"{key}={value!r} must be a whole number of at least 1")
     if batch_size > maximum:
         raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start smaller")
-    controller = BatchController(batch_size, maximum, f"maximum={maximum}", increase, name)
+    controller = BatchController(batch_size, maximum, f"maximum={maximum}", increase, name, ask=ask)
     if not controller.decides_early:
         raise IncreaseFunctionError(
             f"{name} needs values that are known only during training, but sizes are planned beforehand; use a "

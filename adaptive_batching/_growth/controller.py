@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from adaptive_batching._growth.increase import (
@@ -113,6 +114,7 @@ class BatchController:
         increase: The increase function; None keeps the size.
         name: The increase function's name in messages.
         accumulation: The batches of an optimizer step, which say what sizes are possible.
+        ask: Calls what asks the increase function, and returns its answer: on the first of several ranks, for instance.
 
     Raises:
         ValueError: If ``batch_size`` is not among the sizes that are possible up to ``maximum``.
@@ -127,6 +129,7 @@ class BatchController:
         increase: IncreaseFunction | None = None,
         name: str = "",
         accumulation: Accumulation = FixedAccumulation(),
+        ask: Callable[[Callable[[], int]], int] = lambda asked: asked(),
     ) -> None:
         if not 1 <= batch_size <= maximum:
             raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
@@ -136,7 +139,7 @@ class BatchController:
             check_signature(f"increase={name or getattr(increase, '__qualname__', repr(increase))}", increase)
         self.batch_size, self.maximum, self.maximum_reason = batch_size, maximum, maximum_reason
         self.name, self.accumulation = name, accumulation
-        self._increase = increase
+        self._increase, self._ask = increase, ask
         self._warned = False
 
     @property
@@ -161,7 +164,8 @@ class BatchController:
             IncreaseFunctionError: If the function raises or returns anything but a whole number or None.
         """
         previous = self.batch_size
-        increase = 0 if self._increase is None else self._ask(self._increase, state)
+        function = self._increase
+        increase = 0 if function is None else self._ask(lambda: self._answer(function, state))
         asked = max(previous + increase, self.accumulation.least)
         wanted = self.accumulation.allowed(asked)
         note = warning = ""
@@ -196,7 +200,7 @@ class BatchController:
         elif not decision.warning and decision.reason != "kept":
             log.info("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.reason)
 
-    def _ask(self, increase: IncreaseFunction, state: GrowthState) -> int:
+    def _answer(self, increase: IncreaseFunction, state: GrowthState) -> int:
         call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"
         extra = {"state": state} if takes_state(increase) else {}
         try:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
+import itertools
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +101,36 @@ def reads_noise_scale(function: IncreaseFunction) -> bool:
 
 def reads_val_loss(function: IncreaseFunction) -> bool:
     return getattr(function, "reads_val_loss", False)
+
+
+class AskedOnce:
+    """Keeps the answers of an increase function, which is asked once for each epoch however often a run is planned.
+
+    A function that reads a clock or counts its calls then trains the sizes that were planned. One that takes ``state``
+    is asked each time: it reads the length of the run, which planning may find.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[float, int], int | None] = {}
+
+    def note(self, sizes: Sequence[int]) -> None:
+        """Take for answers what was trained: the size before the first epoch, and that of each epoch that has begun."""
+        for epoch, (before, size) in enumerate(itertools.pairwise(sizes)):
+            self._answers[epoch, before] = size - before
+
+    def function(self, increase: IncreaseFunction) -> IncreaseFunction:
+        """Return ``increase`` with the answers that are known."""
+        if takes_state(increase):
+            return increase
+
+        @functools.wraps(increase)
+        def asked(epoch: float, current_batch_size: int) -> int | None:
+            at = epoch, current_batch_size
+            if at not in self._answers:
+                self._answers[at] = increase(epoch, current_batch_size)
+            return self._answers[at]
+
+        return asked
 
 
 def path_of(function: Callable[..., Any]) -> str:

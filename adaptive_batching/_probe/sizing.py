@@ -66,18 +66,14 @@ class HostRules:
     is_coarse_unrounded: bool = False
     """Without rounding to a power of two, the maximum is found up to an eighth."""
 
-    starts_at_maximum: bool = False
-    """With ``use_maximum_batch_size`` a batch that grows starts at the maximum, too."""
-
     keeps_batches: bool = False
     """With ``keep_global_batch`` it is not the batch that becomes larger, but its forwards."""
 
 
 RECIPES = HostRules()
 TRAINER = HostRules(
-    keeps_rest=True, plans_first=True, tries_configured=True, is_coarse_unrounded=True, starts_at_maximum=True,
-    keeps_batches=True,
-)  # fmt: skip
+    keeps_rest=True, plans_first=True, tries_configured=True, is_coarse_unrounded=True, keeps_batches=True
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ class Sizing:
 
     def _sizes(self, maximum: int, reason: str, size: MicroBatchSize, fits: int | None = None) -> Sizes:
         settings, batch_size, maximum = self.settings, self.batch_size, maximum * self.equal_parts
-        if settings.use_maximum_batch_size and (not settings.grows or self.rules.starts_at_maximum):
+        if settings.use_maximum_batch_size and not settings.grows:
             if self.rules.keeps_batches and isinstance(self.accumulation, KeepGlobal):
                 size = Fixed(self.accumulation.allowed(maximum))
             else:

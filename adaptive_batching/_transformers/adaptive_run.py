@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import RandomState
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
-from adaptive_batching._growth.increase import resolve
+from adaptive_batching._growth.increase import AskedOnce, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
@@ -95,6 +95,7 @@ class AdaptiveRun:
         self.ranks = Ranks(trainer.args.device)
         self._trainer = trainer
         self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
+        self._asked = AskedOnce()
         self._known = Known()
         self._prepared_for: list[Any] = []
 
@@ -197,13 +198,14 @@ class AdaptiveRun:
         """Take what the run that is resumed has found, rather than to look for it again."""
         path = checkpoint / FILE
 
-        def read() -> tuple[StoredProbe | None, int]:
+        def read() -> tuple[StoredProbe | None, int, list[int]]:
             values = json.loads(path.read_text())
             stored = None if values["found"] is None else StoredProbe.from_dict(values["found"])
-            return stored, int(values["devices"])
+            return stored, int(values["devices"]), values.get("sizes", [])
 
         read_back = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
-        stored, devices = read_back or (None, None)
+        stored, devices, sizes = read_back or (None, None, [])
+        self._asked.note(sizes)
         self._known = Known(stored, stays=True, goes_on=True, checkpoint=str(checkpoint), devices=devices)
 
     def check_place(self, step: int, epoch: float) -> None:
@@ -228,8 +230,13 @@ class AdaptiveRun:
         )
 
     def save(self, checkpoint: Path) -> None:
+        assert self.schedule is not None
         stored = None if self._known.stored is None else self._known.stored.to_dict()
-        (checkpoint / FILE).write_text(json.dumps({"devices": self._trainer.args.world_size, "found": stored}))
+        epoch, steps = self.schedule.place_of(self._trainer.state.global_step)
+        begun = self.schedule.decisions[: epoch + (steps > 0)]
+        sizes = [each.previous for each in begun[:1]] + [each.batch_size for each in begun]
+        values = {"devices": self._trainer.args.world_size, "found": stored, "sizes": sizes}
+        (checkpoint / FILE).write_text(json.dumps(values))
 
     def prepare(self, loader: Any) -> None:
         """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
@@ -256,14 +263,17 @@ class AdaptiveRun:
             result = self._find(sizing.request, data, step).result
             sizes = sizing.settle(result.batch_size, result.bound)
         if isinstance(sizes.micro_batch_size, Whole) and sizes.batch_size > sizes.maximum:
-            raise ConfigError(
-                f"per_device_train_batch_size={sizes.batch_size} is more than fits, which is {sizes.maximum}; lower "
-                "it, or set use_maximum_batch_size=True or micro_batch_size='auto'"
-            )
+            log.warning(
+                "per_device_train_batch_size=%d is above the maximum of %d, bound by %s; starting there",
+                sizes.batch_size, sizes.maximum, sizes.reason,
+            )  # fmt: skip
+            sizes = dataclasses.replace(sizes, batch_size=sizes.maximum)
         self.sizes = sizes
 
-        name, increase = self._increase
-        decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples)
+        (name, increase), asked = self._increase, self._asked
+        increase = increase and asked.function(increase)
+        self._asked = asked if self.only_finds else AskedOnce()  # training takes what was planned; the next asks anew
+        decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples, self.ranks.on_first)
         length = Length(args.num_train_epochs, args.max_steps)
         self.schedule = plan_epochs(decide, data.num_batches, accumulated, length, min(configured, samples))
         if sizing.probes and not sizing.bounds_batch:  # the step stays as it is: how it is split is left

@@ -40,7 +40,9 @@ class AdaptiveArguments:
     """
 
     use_maximum_batch_size: bool = _setting(
-        False, "Find the largest batch that fits in one forward pass before training, and train with it."
+        False,
+        "Find the largest batch that fits in one forward pass before training, and train with it. With "
+        "batch_increase_function, the batch starts at per_device_train_batch_size and grows up to it.",
     )
     # Of a union, parsers take the second type: a string.
     batch_increase_function: dict[str, Any] | str | Callable[..., int | None] | None = _setting(  # noqa: RUF009

@@ -136,13 +136,21 @@ def plan_epochs(
 
 
 def growing(
-    start: int, maximum: int, name: str, increase: IncreaseFunction | None, samples: int
+    start: int,
+    maximum: int,
+    name: str,
+    increase: IncreaseFunction | None,
+    samples: int,
+    ask: Callable[[Callable[[], int]], int],
 ) -> Callable[[int], list[Decision]]:
-    """Return a function of a number of epochs that gives the decision at the start of each."""
+    """Return a function of a number of epochs that gives the decision at the start of each.
+
+    ``ask`` is that of ``BatchController``.
+    """
 
     def decide(epochs: int) -> list[Decision]:
         if increase is None:
             return [Decision(epoch, start, start, "kept") for epoch in range(epochs)]
-        return plan_decisions(start, increase, name, epochs, samples, maximum)
+        return plan_decisions(start, increase, name, epochs, samples, maximum, ask)
 
     return decide

@@ -106,6 +106,56 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
     assert_alike(ours, stock)
 
 
+@pytest.mark.parametrize("finds", [True, False])
+@pytest.mark.parametrize(("fits", "sizes"), [(17, [4, 8, 16, 16]), (3, [2, 2, 2, 2])])
+def test_a_batch_that_grows_starts_as_configured_and_stays_within_the_maximum(
+    fits: int, sizes: list[int], finds: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With ``use_maximum_batch_size`` or without, as in recipes; where more is configured than fits, from what does."""
+    growth = AdaptiveArguments(use_maximum_batch_size=finds, batch_increase_function=trainers.DOUBLE)
+    settings: dict[str, Any] = dict(per_device_train_batch_size=4, num_train_epochs=4)
+    ours = make_trainer(tmp_path, growth, data=trainers.make_data(20), **settings)
+    OutOfMemory(ours.model, 24 * fits)
+    ours.train()
+    batches = {each["epoch"]: each["batch_size"] for each in losses(ours) if each["epoch"].is_integer()}
+    assert [*batches.values()] == ours.adaptive.schedule.sizes == sizes
+    assert ours.adaptive.num_recoveries == 0
+    assert ("per_device_train_batch_size=4 is above the maximum of 2, bound by memory" in caplog.text) == (fits == 3)
+
+
+class Counting:
+    """An increase function that counts its calls: it adds 4, then 8, then 12 samples, whatever the epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        self.epochs.append(epoch)
+        return 4 * (len(self.epochs) - 1)
+
+
+def test_a_function_that_keeps_a_state_is_asked_once_for_each_epoch_and_trains_what_was_planned(tmp_path: Path) -> None:
+    """Also where a run is planned twice, before training and because ``max_steps`` is more than its epochs have."""
+
+    def make(counting: Counting) -> Any:
+        growth = AdaptiveArguments(batch_increase_function=counting, micro_batch_size=6)
+        settings: dict[str, Any] = dict(num_train_epochs=2, max_steps=19, save_strategy="steps", save_steps=12)
+        return make_trainer(tmp_path, growth, per_device_train_batch_size=4, **settings)
+
+    first, second = Counting(), Counting()
+    ours = make(first)
+    for _ in range(2):
+        assert ours.adaptive.find().schedule.sizes == [4, 8, 16, 28]
+    ours.train()
+    assert [each["batch_size"] for each in losses(ours)] == [4] * 10 + [8] * 5 + [16] * 3 + [28]
+    assert first.epochs == [0, 1, 2, 3]
+    resumed = make(second)
+    resumed.train(str(tmp_path / "checkpoint-12"))
+    assert resumed.adaptive.schedule.sizes == [4, 8, 8], "a new one adds nothing in its first call"
+    assert second.epochs == [2], "epochs that have begun keep their sizes"
+    assert [each["batch_size"] for each in losses(resumed)] == [4] * 10 + [8] * 9
+
+
 @pytest.mark.parametrize(("fits", "forwards"), [(16, [12, 12, 12, 4]), (32, [24, 16])])
 def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwards: list[int], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(gradient_accumulation_steps=3, per_device_train_batch_size=8)

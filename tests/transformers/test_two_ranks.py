@@ -263,6 +263,14 @@ def test_a_sharded_model_grows_its_batch_and_goes_on_where_it_was_left(ranks: li
     assert_alike(grown["resumed"], grown)
 
 
+def test_the_first_rank_says_how_much_larger_a_batch_becomes(ranks: list[Found], tmp_path: Path) -> None:
+    found = of_run("ddp asked llama", ranks)
+    for rank in ranks:
+        assert [each["batch_size"] for each in losses(rank["ddp asked llama"])] == [8] * 4 + [16] * 2 + [24] * 2
+    eight = AdaptiveArguments(batch_increase_function=lambda epoch, _: 16 * (epoch > 0), micro_batch_size=6)
+    assert_alike(found, in_one_process(tmp_path, eight, per_device_train_batch_size=16, num_train_epochs=3))
+
+
 @pytest.mark.parametrize("name", ["ddp short sft", "fsdp short dpo"])
 def test_two_processes_of_trl_train_as_before(name: str, ranks: list[Found]) -> None:
     found = of_run(name, ranks)

@@ -37,6 +37,12 @@ from tests.transformers import architectures, strangers, trainers
 RANK = int(os.environ.get("RANK", 0))
 SAMPLES = 64  # two steps of two batches of 8 on each of two ranks
 
+
+def of_this_rank(epoch: int, current_batch_size: int) -> int:
+    """An increase function that says something else on each rank, as one that reads free memory does."""
+    return 8 * (1 + RANK) if epoch else 0
+
+
 OURS = {
     "stock": None,
     "off": AdaptiveArguments(),
@@ -46,6 +52,7 @@ OURS = {
     "drawn": AdaptiveArguments(micro_batch_size="auto", balance_ranks=False),
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, search="binary_search"),
     "growing": AdaptiveArguments(batch_increase_function=trainers.DOUBLE, micro_batch_size=6, max_batch_size=32),
+    "asked": AdaptiveArguments(batch_increase_function=of_this_rank, micro_batch_size=6, max_batch_size=32),
 }
 """Settings of a run by its name; other names are those of places."""
 
@@ -201,7 +208,8 @@ def sharding_on_hosts() -> Iterator[None]:
 def make(name: str, folder: Path, **more: Any) -> Any:
     """Return the trainer of a run."""
     strategy, ours, model = name.split()
-    settings: dict[str, Any] = {**SHORT, **(GROWING if ours == "growing" else {}), "ddp_backend": "gloo", **more}
+    grows = GROWING if ours in ("growing", "asked") else {}
+    settings: dict[str, Any] = {**SHORT, **grows, "ddp_backend": "gloo", **more}
     settings |= {"fsdp": True} if strategy == "fsdp" else {}
     arguments = OURS.get(ours, AdaptiveArguments(micro_batch_size=3))
     torch.manual_seed(0)
@@ -300,7 +308,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 DDP = [
     "parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama",
-    "shared late", "shared labelled", "shared rebalanced",
+    "shared late", "shared labelled", "shared rebalanced", "asked llama",
     *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
     "stock bert",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +17,10 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
 from adaptive_batching._growth.controller import Accumulation, BatchController, Decision
-from adaptive_batching._growth.increase import IncreaseFunction, is_planned, planned, reads_noise_scale, resolve
+from adaptive_batching._growth.increase import IncreaseFunction, reads_noise_scale, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._probe.sizing import Sizes
-from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.learning_rate import LearningRate
@@ -89,7 +87,7 @@ def make_controller(
                 seen, before, before, what_keeps_global_batch(run.accumulation),
             )  # fmt: skip
     else:
-        function = _on_first_rank(increase.function, host.ranks)
+        function = increase.function
         if stored and stored["configured_batch_size"] == configured:
             start = int(stored["batch_size"])
         elif stored:
@@ -113,7 +111,9 @@ def make_controller(
             "with that of a run at the configured size",
             largest / run.window,
         )
-    return BatchController(start, maximum, reason, function, increase.name, accumulation)
+    # One rank alone is asked: a function that is random or keeps a state cannot split them.
+    ask = host.ranks.on_first
+    return BatchController(start, maximum, reason, function, increase.name, accumulation, ask)
 
 
 def what_keeps_global_batch(accumulation: int) -> str:
@@ -121,16 +121,6 @@ def what_keeps_global_batch(accumulation: int) -> str:
     if accumulation > 1:
         return "adaptive_batching.keep_global_batch=True"
     return "micro_batch_size=auto use_maximum_batch_size=False"
-
-
-def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction:
-    """Have one rank alone asked: a function that is random or keeps a state cannot split them."""
-
-    @functools.wraps(function)
-    def asked(*arguments: Any, **known: Any) -> int | None:
-        return ranks.on_first(lambda: function(*arguments, **known))
-
-    return planned(asked) if is_planned(function) else asked
 
 
 def _batch_schedule_of(
