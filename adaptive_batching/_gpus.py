@@ -25,7 +25,8 @@ class Gpu:
     """
 
     peak_tflops: float
-    """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
+    """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 before Ampere, where tensor
+    cores do not take bfloat16."""
 
     capability: tuple[int, int] = (8, 0)
     processors: int = 108
@@ -66,11 +67,14 @@ class Gpu:
 
 
 TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)
+# SXM cards, unless their names say PCIe. Two PCIe cards may be joined by a bridge of NVLink, which is not counted.
 GPUS = [
     Gpu("T4", 14.56, 65, TURING, 40, 320, 4, 70, 8.1),
     Gpu("P100", 15.88, 19, (6, 0), 56, 732, 4, 250, 9.3),
     Gpu("V100-16GB", 15.77, 125, (7, 0), 80, 900, 6, 300, 15.7, 150),
     Gpu("V100-32GB", 31.73, 125, (7, 0), 80, 900, 6, 300, 15.7, 150),
+    Gpu("V100-PCIe-16GB", 15.77, 112, (7, 0), 80, 900, 6, 250, 14),
+    Gpu("V100-PCIe-32GB", 31.73, 112, (7, 0), 80, 900, 6, 250, 14),
     Gpu("A10", 21.99, 125, AMPERE, 72, 600, 6, 150, 31.2),
     Gpu("A10G", 21.99, 70, AMPERE, 80, 600, 6, 300, 35),
     Gpu("L4", 21.95, 121, ADA, 58, 300, 48, 72, 30.3),
@@ -81,7 +85,12 @@ GPUS = [
     Gpu("L40S", 44.4, 362, ADA, 142, 864, 96, 350, 91.6),
     Gpu("A100-40GB", 39.39, 312, (8, 0), 108, 1555, 40, 400, 19.5, 300),
     Gpu("A100-80GB", 79.15, 312, (8, 0), 108, 2039, 40, 400, 19.5, 300),
+    Gpu("A100-PCIe-40GB", 39.39, 312, (8, 0), 108, 1555, 40, 250, 19.5),
+    Gpu("A100-PCIe-80GB", 79.15, 312, (8, 0), 108, 1935, 40, 300, 19.5),
     Gpu("H100", 79.1, 989, HOPPER, 132, 3350, 50, 700, 67, 450),
+    Gpu("H100 PCIe", 79.1, 756, HOPPER, 114, 2000, 50, 350, 51),
+    # Of 96 GB and 500 watts, as in torchtitan's published runs (benchmarks/llama3_h100_202412_torchtitan.md)
+    Gpu("H100 HBM2e", 95, 989, HOPPER, 132, 2400, 50, 500, 67, 450),
     Gpu("H200", 139.8, 989, HOPPER, 132, 4800, 50, 700, 67, 450),
     Gpu("B200", 178.35, 2250, (10, 0), 148, 8000, 126, 1000, 75, 900),
     # GeForce: half the rate of the chip where sums are in float32
@@ -126,6 +135,7 @@ GPUS = [
     Gpu("A5000", 23.57, 111, AMPERE, 64, 768, 6, 230, 27.8),
     Gpu("A5500", 23.6, 136, AMPERE, 80, 768, 6, 230, 34.1),
     Gpu("A800", 79.15, 312, (8, 0), 108, 2039, 40, 400, 19.5, 200),
+    Gpu("A800 PCIe", 79.15, 312, (8, 0), 108, 1935, 40, 300, 19.5),
     Gpu("RTX 4000 Ada", 19.5, 107, ADA, 48, 360, 48, 130, 26.7),
     Gpu("RTX 4500 Ada", 23.5, 159, ADA, 60, 432, 48, 210, 39.6),
     Gpu("RTX 5000 Ada", 31.4, 261, ADA, 100, 576, 64, 250, 65.3),
@@ -135,6 +145,7 @@ GPUS = [
     Gpu("L40", 44.4, 181, ADA, 142, 864, 96, 300, 90.5),
     Gpu("H20", 95.0, 148, HOPPER, 78, 4000, 60, 400, 44, 450),
     Gpu("H800", 79.1, 989, HOPPER, 132, 3350, 50, 700, 67, 200),
+    Gpu("H800 PCIe", 79.1, 756, HOPPER, 114, 2000, 50, 350, 51),
     Gpu("H100 NVL", 93.08, 835, HOPPER, 132, 3938, 50, 400, 60, 300),
     Gpu("GH200", 94.5, 989, HOPPER, 132, 4000, 50, 700, 67, 450),
 ]  # fmt: skip
@@ -143,7 +154,10 @@ GPUS = [
 _DEVICE_NAMES = {
     "T4": "Tesla T4", "P100": "Tesla P100-PCIE-16GB",
     "V100-16GB": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB",
+    "V100-PCIe-16GB": "Tesla V100-PCIE-16GB", "V100-PCIe-32GB": "Tesla V100-PCIE-32GB",
     "A100-40GB": "NVIDIA A100-SXM4-40GB", "A100-80GB": "NVIDIA A100-SXM4-80GB", "A800": "NVIDIA A800-SXM4-80GB",
+    "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB", "A100-PCIe-80GB": "NVIDIA A100 80GB PCIe",
+    "A800 PCIe": "NVIDIA A800 80GB PCIe",
     "H100": "NVIDIA H100 80GB HBM3", "GH200": "NVIDIA GH200 480GB", "Titan RTX": "NVIDIA TITAN RTX",
     "Quadro RTX 6000": "Quadro RTX 6000", "Quadro RTX 8000": "Quadro RTX 8000",
     **{name: f"NVIDIA RTX {name}" for name in ("A4000", "A4500", "A5000", "A5500", "A6000")},
@@ -173,6 +187,10 @@ def find_gpus(name: str) -> list[Gpu]:
     size = float(sold_as[1]) if sold_as else None
     model = _model_of(typed)
     same_model = [gpu for gpu in GPUS if _model_of(gpu.name) == model]
+    for variant in ("hbm2e", "pcie"):  # of most models there is one alone
+        if not same_model and variant in model:
+            model = model.replace(variant, "")
+            same_model = [gpu for gpu in GPUS if _model_of(gpu.name) == model]
     if not same_model and size is None and (bare := _BARE_SIZE.fullmatch(typed)):
         size, model = float(bare[2]), _model_of(bare[1])
         same_model = [gpu for gpu in GPUS if _model_of(gpu.name) == model]
@@ -218,7 +236,7 @@ def read_card(path: Path) -> Gpu:
 
 
 def _model_of(text: str) -> str:
-    vendor = "nvidia|geforce|tesla|quadro|rtx|pcie|sxm\\d?|hbm\\d?e?|generation|blackwell|workstation|server|edition"
+    vendor = "nvidia|geforce|tesla|quadro|rtx|sxm\\d?|hbm3e?|hbm2(?!e)|generation|blackwell|workstation|server|edition"
     rest = re.sub(f"{_SIZE.pattern}|{vendor}", "", text.lower())
     return re.sub("[^a-z0-9]", "", rest)
 

@@ -13,10 +13,10 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptive_batching._gpus import Gpu, find_gpus, read_card
+from adaptive_batching._gpus import Gpu, find_gpus
 
 PROGRAMS = Path(__file__).parent / "published"
-H100_HBM2E = "h100_hbm2e.json"
+H100_HBM2E = "H100 HBM2e"
 OLD = ("mpt ", "timm ")  # torch 1.12 to 2.1
 FITTED = ("fms Mistral-7B full, 4", "peft lora/rank32", "titan 8")
 """The rows to which three constants were fitted; they do not count."""
@@ -37,7 +37,7 @@ class TimedRow:
     """Who published it, and where."""
 
     card: str
-    """As `--gpu` takes it, or a file of `published` as `--card` does."""
+    """As `--gpu` takes it."""
 
     seconds: float
     """Of one optimizer step."""
@@ -67,12 +67,11 @@ class TimedRow:
     @property
     def options(self) -> tuple[str, ...]:
         """Options of `dry-run`, the card among them."""
-        how = "--card" if self.card.endswith(".json") else "--gpu"
-        return (how, str(PROGRAMS / self.card) if how == "--card" else self.card, *self.arguments)
+        return ("--gpu", self.card, *self.arguments)
 
     @property
     def gpu(self) -> Gpu:
-        return read_card(PROGRAMS / self.card) if self.card.endswith(".json") else find_gpus(self.card)[0]
+        return find_gpus(self.card)[0]
 
     @property
     def is_old(self) -> bool:

@@ -77,6 +77,8 @@ class DryRun:
         if self.slowest is None or not fits or self.work_trouble is not None:
             return None
         step, slowest = self.slowest
+        if not step.seconds:
+            return None
         devices = max(slowest.ranks, len(self.works))
         each = devices / len(self.works)  # of a group that is not real, one process runs for all
         batches = slowest.counts.batches
@@ -120,6 +122,8 @@ class DryRun:
             return "no optimizer of torch.optim took a step"
         if not self.works:
             return f"it is noted in one step more, and the script ended before; --steps {max(self.steps - 1, 1)}"
+        if self.work_trouble is None:
+            return "the step asked nothing of the device"
         return f"not all that the step asks was seen ({self.work_trouble})"
 
     @property

@@ -163,18 +163,21 @@ def _is_dequantizing(one: Operation) -> bool:
 def cheapest_and_fastest(
     forecasts: Sequence[Forecast | None], lengths: Sequence[RunLength]
 ) -> tuple[int | None, int | None]:
-    """Return the numbers of the forecasts that cost and that take least, of those that are there."""
-    hours = {
-        number: one.hours(length) or one.step.seconds
-        for number, (one, length) in enumerate(zip(forecasts, lengths, strict=True))
-        if one is not None
-    }
-    costs = {
-        number: hours[number] * one.devices * length.price
-        for number, (one, length) in enumerate(zip(forecasts, lengths, strict=True))
-        if one is not None and length.price is not None
-    }
-    return min(costs, key=lambda n: costs[n], default=None), min(hours, key=lambda n: hours[n], default=None)
+    """Return the numbers of the forecasts that cost and that take least, of those that are there.
+
+    A step may have more tokens on a larger card. Where the length of a run is not given in epochs or tokens, what
+    counts is therefore the time for as many tokens, or for as many samples where there are no tokens.
+    """
+    there = {n: (one, lengths[n]) for n, one in enumerate(forecasts) if one is not None}
+    hours = {n: None if length.steps else one.hours(length) for n, (one, length) in there.items()}
+    amounts = dict.fromkeys(there, 1)
+    for unit in ("samples", "tokens"):
+        if all(getattr(one, unit) for one, _ in there.values()):
+            amounts = {n: getattr(one, unit) for n, (one, _) in there.items()}
+    by_amount = {n: one.step.seconds / amounts[n] for n, (one, _) in there.items()}
+    took = {n: of_run or by_amount[n] for n, of_run in hours.items()} if all(hours.values()) else by_amount
+    costs = {n: took[n] * one.devices * length.price for n, (one, length) in there.items() if length.price is not None}
+    return min(costs, key=lambda n: costs[n], default=None), min(took, key=lambda n: took[n], default=None)
 
 
 def in_seconds(seconds: float) -> str:

@@ -48,7 +48,9 @@ def operation(
     packet = _packet_of(func)
     name, inputs = packet.__name__, each_once(read)
     dtype = str(inputs[0].dtype if inputs else "").removeprefix("torch.")
-    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+    # The older `allow_tf32` cannot be read any more where a script has set one of these.
+    of_kind: Any = torch.backends.cudnn.conv if "conv" in name else torch.backends.cuda.matmul
+    if dtype == "float32" and of_kind.fp32_precision == "tf32":
         dtype = "tf32"
     moved = _bytes_moved(func, name, inputs, written)
     if packet not in flop_registry:

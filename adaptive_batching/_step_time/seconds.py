@@ -225,7 +225,8 @@ def sustained(card: Gpu, dtype: str) -> float:
         return 2 * half
     if dtype == "tf32" and card.capability >= (8, 0):
         return half / 2
-    if dtype in ("float32", "tf32"):
+    lacks_tensor_cores = dtype == "bfloat16" and card.capability < (8, 0)  # which take it since Ampere
+    if dtype in ("float32", "tf32") or lacks_tensor_cores:
         has_shared_pipes = card.capability > (8, 0)
         return card.single_tflops * (SHARED_PIPES if has_shared_pipes else 1.0)
     if dtype == "float64":

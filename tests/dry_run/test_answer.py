@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
 from adaptive_batching._dry_run.compared import Column
 from adaptive_batching._dry_run.picture import write_page
+from adaptive_batching._dry_run.process_work import Counts, ProcessWork
 from adaptive_batching._emulated_device.control import Counters
+from adaptive_batching._gpus import find_gpus
 from adaptive_batching._plan import Answer
 from adaptive_batching._step_time.forecast import NO_LENGTH
+from adaptive_batching._step_time.step_work import StepWork
 from tests.support.html import check_that_it_asks_for_nothing, read_page
 
 GIB = 2**30
@@ -127,6 +130,17 @@ def test_that_no_time_is_known_is_told_with_the_reason_in_words_and_json(tmp_pat
         shown, said = as_object(run), "\n".join(in_words(run))
         assert shown["time"] is None and shown["why_no_time"] == why
         assert f"not known: {why}" in said if why else "not known" not in said
+
+
+def test_a_step_that_asks_nothing_of_the_device_has_no_time(tmp_path: Path) -> None:
+    work = ProcessWork(0, 1, StepWork([], []), Counts(samples=8), None)
+    (tmp_path / "100.work").write_text(json.dumps({
+        "rank": 0, "ranks": 1, "counts": asdict(work.counts), "trouble": None, **work.work.as_object(),
+    }))  # fmt: skip
+    card = replace(CARD, gpu=find_gpus("4090")[0])
+    run = replace(read(tmp_path, process(), notes_work=True), card=card)
+    assert run.forecast is None and as_object(run)["why_no_time"] == "the step asked nothing of the device"
+    assert "not known: the step asked nothing of the device" in "\n".join(in_words(run))
 
 
 def test_an_interrupted_run_tells_what_it_knows(tmp_path: Path) -> None:

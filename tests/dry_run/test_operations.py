@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,30 @@ def test_rows_of_a_product_begin_at_multiples_of_16_bytes_or_not(
     left, right = torch.ones(24, 64, dtype=dtype), torch.ones(64, columns, dtype=dtype)
     assert asked(ATEN.mm.default, left, right).is_aligned == is_aligned
     assert asked(ATEN.mm.default, torch.ones(columns, 64, dtype=dtype), left.mT).is_aligned, "of aligned rows only"
+
+
+@pytest.fixture
+def precisions() -> Iterator[Any]:
+    """Settings of torch for float32, which are as before afterwards."""
+    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    before = [kind.fp32_precision for kind in kinds]
+    yield kinds
+    for kind, precision in zip(kinds, before, strict=True):
+        kind.fp32_precision = precision
+
+
+def test_products_of_float32_are_in_tf32_where_either_of_torchs_settings_asks_for_it(precisions: Any) -> None:
+    matmul, conv = precisions
+    for precision, dtype in (("tf32", "tf32"), ("ieee", "float32")):
+        matmul.fp32_precision = precision
+        assert asked(ATEN.mm.default, torch.ones(8, 8), torch.ones(8, 8)).dtype == dtype
+    matmul.allow_tf32 = True  # the older one
+    assert asked(ATEN.mm.default, torch.ones(8, 8), torch.ones(8, 8)).dtype == "tf32"
+    images, weight = torch.ones(1, 2, 5, 5), torch.ones(2, 2, 3, 3)
+    rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert asked(ATEN.convolution.default, images, weight, *rest).dtype == "tf32", "as cuDNN does unless told otherwise"
+    conv.fp32_precision = "ieee"
+    assert asked(ATEN.convolution.default, images, weight, *rest).dtype == "float32"
 
 
 def test_what_is_normalized_by_the_batch_is_read_twice() -> None:

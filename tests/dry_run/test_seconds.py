@@ -122,7 +122,8 @@ def test_more_of_anything_never_takes_less() -> None:
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_every_card_sustains_less_than_its_peak_and_more_in_half_precision(gpu: Gpu) -> None:
-    half, tf32, single = (sustained(gpu, dtype) for dtype in ("bfloat16", "tf32", "float32"))
+    half, tf32, single, bfloat16 = (sustained(gpu, dtype) for dtype in ("float16", "tf32", "float32", "bfloat16"))
+    assert bfloat16 == (half if gpu.capability >= (8, 0) else single), "tensor cores take it since Ampere"
     assert 0.4 * gpu.peak_tflops < half <= gpu.peak_tflops
     assert half >= tf32 >= 0.9 * single > 0
     assert 100 <= gpu.bandwidth <= 8000 and 2 <= gpu.cache_mib <= 128 and 60 <= gpu.watts <= 1000
@@ -241,6 +242,28 @@ def test_the_cheapest_and_the_fastest_that_fit_are_found() -> None:
     assert cheapest_and_fastest([None, fast, slow], prices) == (2, 1)
     assert cheapest_and_fastest([None, fast, slow], [RunLength()] * 3) == (None, 1)
     assert cheapest_and_fastest([None], [RunLength()]) == (None, None)
+
+
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_cards_are_compared_by_what_they_train_and_not_by_steps_of_unlike_sizes(unit: str) -> None:
+    small, large = (
+        replace(Forecast(seconds_of_step(work(*[PRODUCT] * times), A100), "A100-80GB", "one device", 1, 0, 0), **amount)
+        for times, amount in ((2, {unit: 1000}), (3, {unit: 4000}))
+    )
+    for length in (RunLength(price=1.0), RunLength(steps=10, price=1.0)):
+        assert cheapest_and_fastest([small, large], [length] * 2) == (1, 1), "three times the work for four as many"
+    epochs = RunLength(epochs=1, price=1.0)  # of unlike lengths, padding included: hours count
+    padded = replace(large, steps_in_epoch=100)
+    assert cheapest_and_fastest([replace(small, steps_in_epoch=100), padded], [epochs] * 2) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pcie", "other"), [("H100 PCIe", "H100"), ("A100 80GB PCIe", "A100 80GB SXM"), ("H100 HBM2e", "H100")]
+)
+def test_a_card_of_less_power_or_slower_memory_takes_longer_than_the_one_of_its_name(pcie: str, other: str) -> None:
+    slower, faster = (find_gpus(name)[0] for name in (pcie, other))
+    for one in (PRODUCT, KERNEL):
+        assert seconds(one, card=slower) > 1.04 * seconds(one, card=faster)
 
 
 def test_the_kind_of_a_run_is_told_by_what_it_asks() -> None:
