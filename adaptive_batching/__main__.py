@@ -23,7 +23,7 @@ from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
 from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cp, add_ls, command_of_recipe, register
-from adaptive_batching._values import Mistake, told
+from adaptive_batching._values import Mistake, install_extra, told
 
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
@@ -47,7 +47,7 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
         except ModuleNotFoundError as error:
             raise Mistake(f"error: {name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
         except ImportError as error:  # a name that another version has not
-            remedy = "pip install 'adaptive-batching[torchtune]'"
+            remedy = install_extra("torchtune")
             raise Mistake(f"error: {name} needs other versions of its dependencies ({error}); {remedy}") from None
         getattr(module, f"add_{name}")(subparsers, prog)
 

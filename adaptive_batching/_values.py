@@ -212,6 +212,11 @@ def names_secret(key: str) -> bool:
     return _SECRET.search(_NO_SECRET.sub("", key)) is not None
 
 
+def install_extra(name: str) -> str:
+    """Return the command that installs what an extra of this package needs. No index has the package itself."""
+    return f"pip install '.[{name}]' in the folder of adaptive-batching's source"
+
+
 def nearest_path(path: str) -> str:
     """Return the dotted path of what a module has under a name near that in ``path``; empty if there is none."""
     module, _, name = path.rpartition(".")

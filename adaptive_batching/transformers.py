@@ -5,8 +5,10 @@ trainer = adaptive(SFTTrainer)(model, args, train_dataset=data, adaptive=Adaptiv
 
 import importlib.util as _importlib_util
 
+from adaptive_batching._values import install_extra as _install_extra
+
 if _importlib_util.find_spec("transformers") is None:
-    raise ImportError("transformers is not installed; pip install 'adaptive-batching[transformers]'")
+    raise ImportError(f"transformers is not installed; {_install_extra('transformers')}")
 
 from adaptive_batching._transformers.arguments import AdaptiveArguments
 from adaptive_batching._transformers.trainer import adaptive

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import re
 import shlex
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,32 @@ def test_every_page_is_linked_from_the_index_and_the_readme_which_is_short() -> 
         for path in DOCS:
             assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
     assert len(README.read_text().split()) <= 900
+
+
+def test_how_close_dry_runs_are_is_what_their_result_says() -> None:
+    table = (ROOT / "benchmarks" / "results" / "dry_run_emulated.md").read_text()
+    errors = [float(error) for error, why in re.findall(r"([+-]\d+\.\d\d) % \| ([^|]*) \|$", table, flags=re.MULTILINE)
+              if why != "fixes the length"]  # fmt: skip
+    most = max(map(abs, errors))
+    for path in (README, ROOT / "docs" / "will-it-fit.md"):
+        text = " ".join(path.read_text().split())
+        assert re.search(rf"{len(errors)} (published )?peaks", text) and f"all within {most:.1f} %" in text, path.name
+
+
+def test_results_name_commits_that_exist() -> None:
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False
+    )
+    if shallow.stdout.strip() != "false":
+        pytest.skip("there is no history here, or only a part of it")
+    named = r"(?:; |at |this package's )commits? ([0-9a-f]{7,})(?:-dirty)?(?: to ([0-9a-f]{7,}))?"
+    results = (ROOT / "benchmarks" / "results").glob("*.md")
+    commits = {commit for path in results for pair in re.findall(named, path.read_text()) for commit in pair if commit}
+    assert len(commits) > 10
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in sorted(commits))
+    found = subprocess.run([*git, "cat-file", "--batch-check"], input=asked, capture_output=True, text=True, check=True)
+    assert "missing" not in found.stdout, found.stdout
 
 
 def test_what_is_said_to_be_tested_names_its_test() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adaptive_batching._growth.noise_scale import NoiseEstimate
 
-VERSION = 1
-"""Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
+VERSION = 2
+"""Version of the record. Version 1 wrote ``NaN`` and ``Infinity`` as Python does, which is no JSON."""
 
 EVENT_KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
@@ -262,10 +263,33 @@ def _lines(path: Path) -> Iterator[tuple[str, Event]]:
     with path.open(errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError):
-                event = json.loads(line)
+                event = _with_floats(json.loads(line))
                 if isinstance(event, dict) and event.get("event") in EVENT_KINDS:
                     yield event.pop("event"), event
 
 
 def written(kind: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"event": kind, **values}, default=str) + "\n"
+    return json.dumps(_with_texts({"event": kind, **values}), default=str, allow_nan=False) + "\n"
+
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _with_texts(value: Any) -> Any:
+    """Return a value with numbers that are not finite as texts, as JSON has no such numbers."""
+    if isinstance(value, Mapping):
+        return {key: _with_texts(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_texts(each) for each in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value that was read with the numbers that `_with_texts` made texts of."""
+    if isinstance(value, dict):
+        return {key: _with_floats(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching._values import ConfigError, Mistake, first_line
+from adaptive_batching._values import ConfigError, Mistake, first_line, install_extra
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
 """Pattern of the recipe that a config says it is launched with, in a comment."""
 
-NOT_INSTALLED = "is not installed; pip install 'adaptive-batching[torchtune]'"
+NOT_INSTALLED = f"is not installed; {install_extra('torchtune')}"
 
 
 def recipes_folder() -> Path:

@@ -234,7 +234,7 @@ def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_miss
     )
     assert finish(in_shell("python train.py", tmp_path, venv)).count("tensor(") == 32
     missing = finish(in_shell("adaptive-batching ls", tmp_path, venv), status=2)
-    assert "is not installed; pip install 'adaptive-batching[torchtune]'" in missing
+    assert "is not installed; pip install '.[torchtune]' in" in missing
     assert "Traceback" not in missing
 
 

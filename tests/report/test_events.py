@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,24 @@ def test_a_record_begins_with_its_version_and_what_the_run_is(tmp_path: Path) ->
     events = read_events(report.path)
     assert [run["resumed"] for run in events["run"]] == [False, True]
     assert len(events["end"]) == 1, "the first end was none"
+
+
+def test_numbers_that_are_not_finite_are_written_as_json_and_read_as_they_were(tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about(rates=(1.0, math.inf)))
+    write_run(report, range(0), ends=False)
+    for step, loss in enumerate([math.nan, -math.inf], 1):
+        report.step(0, step, 8, loss, 1e-3, recoveries=0)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    for line in report.path.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    losses = [step["loss"] for step in read_events(report.path)["step"]]
+    assert math.isnan(losses[0]) and losses[1] == -math.inf
+    assert read_events(report.path)["run"][0]["config"]["rates"] == [1.0, math.inf]
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    assert f"`version` at {VERSION}." in page, "the page says another"
 
 
 def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:

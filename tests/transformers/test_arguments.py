@@ -70,8 +70,8 @@ def test_without_transformers_one_line_says_what_to_install() -> None:
         "import adaptive_batching.transformers"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    expected = "ImportError: transformers is not installed; pip install 'adaptive-batching[transformers]'"
-    assert done.stderr.splitlines()[-1] == expected
+    expected = "ImportError: transformers is not installed; pip install '.[transformers]' in the folder of"
+    assert done.stderr.splitlines()[-1].startswith(expected)
 
 
 def test_trls_parser_reads_a_yaml(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         mistake = not_loaded(error)
         missing = re.search(r"No module named '([^'.]+)", str(error))
         if missing is not None and find_spec(missing[1]) is None:
-            print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
+            print(f"cannot tell: the config needs the module {missing[1]!r}; install the package that has it")
             return Answer.CANNOT_TELL.value
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
         mistake = f"torchtune refuses the config: {first_line(error)}"

@@ -17,7 +17,7 @@ import torchtune
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from adaptive_batching._values import Mistake, told
+from adaptive_batching._values import Mistake, install_extra, told
 
 _OLDEST_HARNESS = (0, 4, 8)
 """Version of lm_eval from which on the harness runs the windows of all texts together."""
@@ -79,7 +79,7 @@ def load_stock_evaluation() -> ModuleType:
     Raises:
         Mistake: If the harness is missing, or too old, or does not go with what is installed.
     """
-    remedy = "pip install 'adaptive-batching[eval]'"
+    remedy = install_extra("eval")
     try:
         installed = importlib.metadata.version("lm-eval")
         if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST_HARNESS:
