@@ -63,7 +63,8 @@ class Audit:
         if not is_due or not self._ranks.any(len(parts) > 1):
             return
         if len(parts) > 1:
-            chosen = _of_unlike_lengths(parts, self._work.tokens)
+            most = max(map(self._work.tokens, parts))
+            chosen = _of_unlike_lengths(parts, self._work.tokens_in_one, most)
         else:
             chosen = [*self._work.filler().samples], [*self._work.filler().samples]
         if self._ranks.all(chosen is not None):
@@ -102,13 +103,12 @@ class Audit:
 
 
 def _of_unlike_lengths(
-    parts: Sequence[list[Any]], tokens: Callable[[list[Any]], int]
+    parts: Sequence[list[Any]], tokens: Callable[[list[Any]], int], most: int
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return a sample of one part and one or two of another, which fit together in one.
+    """Return a sample of one part and one or two of another, which have ``most`` tokens together, or fewer.
 
     They are of unlike lengths as far as possible up to ``_TIMES``, and otherwise have few tokens.
     """
-    most = max(map(tokens, parts))
     by_length = [sorted(part, key=lambda sample: tokens([sample])) for part in parts[:_PARTS]]
     candidates = []
     for one, other in itertools.permutations(by_length, 2):

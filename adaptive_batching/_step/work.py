@@ -76,16 +76,23 @@ class Work(ABC, Generic[Samples, P, R]):
         return True
 
     def compared(self, parts: Sequence[P]) -> list[list[Any]]:
-        """Return the samples of parts that an audit may compare with their union."""
+        """Return the samples of parts that an audit may compare with their union, in lists that run apart."""
         return [list(part.samples) for part in parts if not part.is_filler]
 
     def as_batch(self, lists: Sequence[list[Any]]) -> Sequence[P]:
-        """Return lists of samples as parts that are weighted as those of a batch of their own."""
+        """Return lists of samples as parts that are weighted as those of a batch of their own.
+
+        A single list runs as the host would run it without us.
+        """
         raise NotImplementedError
 
     def tokens(self, samples: list[Any]) -> int:
         """Return the tokens of samples that run together, with padding."""
         raise NotImplementedError
+
+    def tokens_in_one(self, samples: list[Any]) -> int:
+        """Return the tokens of samples as an audit runs them together."""
+        return self.tokens(samples)
 
     def begin(self) -> None:
         """Take note that a step begins."""

@@ -65,7 +65,7 @@ class Row:
         return Row(_without_first(inputs, bounds, targets), bounds, self.counted)
 
 
-def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
+def row_of(batch: Mapping[str, Any], targets: Sequence[str] = (), taught: Sequence[str] = ("labels",)) -> Row:
     """Return what a collate function has returned as a row, without its padding.
 
     A batch of one row without an attention mask is one already: samples begin where ``position_ids`` start over.
@@ -74,9 +74,10 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
         batch: An ``attention_mask``, [b, s], on the host, and others of as many tokens, [b, s, ...].
         targets: Keys of what belongs to the prediction from the token before: for the first token of a sample, that is
             none of its own.
+        taught: Keys of what is learnt wherever it is a target, be that in padding.
 
     Raises:
-        NoRowError: If it is no such batch.
+        NoRowError: If it is no such batch, or a target would be lost with the padding.
     """
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is None and isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) == 1:
@@ -91,6 +92,9 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = ()) -> Row:
     in_one_piece = (place >= first[:, None]) & (place < (first + lengths)[:, None])
     if not torch.equal(keep.to(mask.dtype), mask) or not torch.equal(keep, in_one_piece) or not lengths.all():
         raise NoRowError("its attention_mask has other numbers than 1 for the tokens of a sample and 0 for padding")
+    for key in taught:
+        if _is_of(mask.shape, value := batch.get(key)) and value[~keep].ne(_no_target(value)).any():
+            raise NoRowError(f"{key!r} of its batches has targets in padding, which a row would leave out")
     # What has no entry for each token stays as it is, such as indices of samples: a model that takes it shows.
     inputs = {key: value[keep][None] if _is_of(mask.shape, value) else value for key, value in batch.items()}
     bounds = SampleBounds(lengths.tolist())

@@ -8,6 +8,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,11 @@ Metrics = tuple[dict[str, list[float]], int]
 
 ForwardBackward = Callable[[Any, Any], torch.Tensor]
 """(batch, num_items_in_batch) -> the loss; what ``training_step`` of a trainer does."""
+
+
+@dataclass(frozen=True)
+class CollatedPart(Part):
+    """Samples that run as Trainer would run them, padded, where others run as rows."""
 
 
 class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]):
@@ -128,6 +134,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             self.sharing = Sharing(ranks, trainer.model, waits=bool(self.models))
         self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
         self._label: str | None = None  # the field of a sample that is its only target
+        self._has_warned = False  # that some samples do not make a row
         self._row_size = RowSize(first_row(trainer.args.device.type))
         self._cost = ForwardCost()
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
@@ -231,11 +238,16 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if not self.in_rows:
             return batch, None
         try:
-            row = row_of(batch, self._targets)
+            row = self._row_of(batch, self._targets)
         except NoRowError as error:  # which those that were looked at are not
-            log.warning("%d samples are padded: %s", len(samples), error)
+            if not self._has_warned:
+                log.warning("some samples are padded: %s", error)
+            self._has_warned = True
             return batch, None
         return row.counted, row
+
+    def _row_of(self, batch: Any, targets: Sequence[str]) -> Row:
+        return row_of(batch, targets, taught=(self.kind.key, "labels", "shift_labels"))
 
     def cut_again(self, row: Row, shortest: int) -> Row:
         """Return a row whose last sample is several, for a probe."""
@@ -281,7 +293,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             raise NoRowError("the tokens of a sample are not known")
         if getattr(self._trainer, "neftune_noise_alpha", None) is not None:
             raise NoRowError("neftune_noise_alpha scales noise by the length of a row")
-        row = row_of(collated(samples, self.collate))
+        row = self._row_of(collated(samples, self.collate), ())
         targets = tuple(key for key in targets if key in row.inputs and "shift_labels" not in row.inputs)
         pieces = pieces_of(row, kind.key)
         if not pieces:
@@ -326,6 +338,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             raise NoRowError(why or "on another rank, a row is another")
         if off > rounding:
             return f"the gradient of a row is {percent(off)} off that of its samples"
+        off, rounding = error(*self._as_row_and_as_batch(samples, targets))
+        if off > rounding:
+            return f"the gradient of a row is {percent(off)} off that of the padded batch"
         rows = with_another_first(pieces, model, kind.key)
         number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
         carried = Carried(model)
@@ -336,14 +351,44 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return f"a sample changes the gradient of those after it by {percent(leak)}"
         return None
 
+    def _as_row_and_as_batch(
+        self, samples: Sequence[Sample], targets: tuple[str, ...]
+    ) -> tuple[list[Callable[[], torch.Tensor]], list[Callable[[], torch.Tensor]]]:
+        """Return what runs a short sample and one twice as long as a row, and as Trainer would run them."""
+        shortest, *others = sorted(samples, key=lambda sample: self.tokens([sample]))
+        longer = [sample for sample in others if self.tokens([sample]) >= 2 * self.tokens([shortest])]
+        batch = collated([next(iter([*longer, *others[-1:]]), shortest), shortest], self.collate)
+        row = self._row_of(batch, targets)
+
+        def run(inputs: Any, counted: Any, around: contextlib.AbstractContextManager[None]) -> torch.Tensor:
+            number = self.kind.count(counted, 2)
+            with around:
+                return self._run(inputs, number, number, 1)
+
+        in_row = partial(run, dict(row.inputs), row.counted, self._attention.within(row.bounds))
+        return [in_row], [partial(run, batch, batch, contextlib.nullcontext())]
+
     def split(self, groups: Sequence[Sequence[list[Sample]]], max_tokens: int | None) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
         [batches] = groups
         shared = None if self.sharing is None else self._shared(batches, max_tokens, self.sharing)
-        yield self.as_batch(self._lists(batches, max_tokens) if shared is None else shared)
+        lists = self._lists(batches, max_tokens) if shared is None else shared
+        yield [Part(samples, self.tokens(samples)) if samples else self.filler() for samples in lists]
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[Part]:
-        return [Part(samples, self.tokens(samples)) if samples else self.filler() for samples in lists]
+        if len(lists) == 1:  # what parts are compared with
+            return [CollatedPart(lists[0], self.tokens_in_one(lists[0]))]
+        return [Part(samples, self.tokens(samples)) for samples in lists]
+
+    def compared(self, parts: Sequence[Part]) -> list[list[Sample]]:
+        lists = super().compared(parts)
+        if self.in_rows and len(lists) == 1:  # a row is another computation than the batch that it is made of
+            by_length = sorted(lists[0], key=lambda sample: self.tokens([sample]))
+            return [half for half in (by_length[::2], by_length[1::2]) if half]
+        return lists
+
+    def tokens_in_one(self, samples: list[Sample]) -> int:
+        return len(samples) * max(self.lengths(samples))
 
     def _shared(self, batches: Sequence[list[Sample]], max_tokens: int | None, sharing: Sharing) -> Parts | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
@@ -375,7 +420,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]
-        made = [self.row(part.samples) for part in weighted]
+        made = [
+            (collated(part.samples, self.collate), None) if isinstance(part, CollatedPart) else self.row(part.samples)
+            for part in weighted
+        ]
         self._batches, self._rows = [batch for batch, _ in made], [row for _, row in made]
         counted = zip(self._batches, [len(part.samples) for part in weighted], strict=True)
         numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
