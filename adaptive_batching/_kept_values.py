@@ -145,7 +145,9 @@ def hash_of(parameter: nn.Parameter) -> int:
 
 
 def shallow(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else {*container} if isinstance(container, set) else [*container]
+    if isinstance(container, dict):
+        return dict(container)
+    return {*container} if isinstance(container, set) else [*container]
 
 
 def entries_of(container: Any) -> list[Any]:
