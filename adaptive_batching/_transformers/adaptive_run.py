@@ -35,7 +35,7 @@ from adaptive_batching._transformers.before_training import begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
-from adaptive_batching._transformers.loss_kind import find_loss_kind
+from adaptive_batching._transformers.loss_kind import LossKind, add_up_together, find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
@@ -44,6 +44,8 @@ from adaptive_batching._transformers.training_data import TrainingData
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
 
 log = logging.getLogger(__name__)
+
+_LOOKED_AT, _TOGETHER = 3, 7  # batches of which each is looked at, and of which samples run together
 
 FILE = "adaptive_batching.json"
 """Name of the file that a checkpoint gets in addition to what ``Trainer`` saves."""
@@ -310,11 +312,13 @@ class AdaptiveRun:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
             random_state = RandomState(trainer.args.device)  # from which a collate function may draw
-            kind, module = find_loss_kind(trainer, data.some, self.ranks)
+            kind, module, samples = self._find_loss_kind(data)
             trainer.loss_is_scaled_for_ga = kind.takes_number
+            if (joins := samples is data.some) and (of_batch := self._not_to_join(data, kind)):
+                samples, joins = of_batch, False
             step = StepInParts(
                 trainer, kind, size, data.length, self.ranks, padding=settings.padding,
-                balances_ranks=settings.balance_ranks, dependent_module=module,
+                balances_ranks=settings.balance_ranks and joins, joins_batches=joins, dependent_module=module,
                 recovers=settings.recover_from_oom, audit_every=settings.audit_every,
             )  # fmt: skip
             if step.sharing is None and rebalances(trainer.args):
@@ -322,7 +326,7 @@ class AdaptiveRun:
                     "train_sampling_strategy='batch_rebalance' needs the lengths of samples, and those of images are "
                     "not known; set it to 'random'"
                 )
-            step.get_ready(data.some)
+            step.get_ready(samples)
             random_state.put_back()
             if splits:
                 step.check_that_parts_add_up()
@@ -331,6 +335,39 @@ class AdaptiveRun:
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError.even_of_few("gradient_checkpointing=True, bf16=True, LoRA") from error
+
+    def _find_loss_kind(self, data: TrainingData) -> tuple[LossKind, str | None, list[Any]]:
+        """Return what the loss is, what module computes over the batch if one does, and the samples that showed it.
+
+        They are from all of the data. If their losses do not add up and batches are by somebody's own sampler, they are
+        those of a batch: samples that no batch holds together need not add up.
+        """
+        trainer, ranks = self._trainer, self.ranks
+        try:
+            return *find_loss_kind(trainer, data.some, ranks), data.some
+        except Exception as error:
+            if is_out_of_memory(error) or not data.has_own_sampler:
+                raise
+            batches = [batch for batch in data.some_batches(ranks, _LOOKED_AT) if len(batch) > 1]
+            try:
+                found = [find_loss_kind(trainer, batch, ranks) for batch in batches]
+            except Exception:
+                raise error from None
+            if not found or any(each != found[0] for each in found):
+                raise
+            return *found[0], batches[0]
+
+    def _not_to_join(self, data: TrainingData, kind: LossKind) -> list[Any]:
+        """Return samples of a batch if those of several batches of a step may not run together; else none."""
+        trainer, ranks = self._trainer, self.ranks
+        if data.draws_from_all or (trainer.args.gradient_accumulation_steps == 1 and ranks.size == 1):
+            return []
+        batches = data.some_batches(ranks, _TOGETHER)
+        of_all_ranks = [batch[0] for batch in batches[:: ranks.size]]
+        if add_up_together(trainer, kind, of_all_ranks[:_TOGETHER], ranks):
+            return []
+        log.info("each batch runs by itself: samples of different batches do not add up in one forward pass")
+        return batches[0]
 
     def start_epoch(self, epoch: int) -> None:
         assert self.schedule is not None and self.data is not None

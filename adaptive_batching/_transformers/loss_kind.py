@@ -123,6 +123,25 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE
     return _find_loss_kind(trainer, samples, ranks, most=2)
 
 
+def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ranks: Ranks = ALONE) -> bool:
+    """Return True if the losses of samples, each from another batch, make up that of all of them together.
+
+    They do not if a collate function or a model goes by the first sample of a batch, where batches are of one kind
+    each.
+    """
+    if DRY_RUN in os.environ:
+        return True
+    try:
+        with rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
+            tried = _Trials(trainer, samples, start_over, one_by_one_as=replace(kind, factor=1.0))
+            adds_up = tried.kind()[0] is not None
+    except Exception as error:  # of a collate function that takes no samples of different kinds
+        if is_out_of_memory(error):
+            release_cached_memory(trainer.args.device)
+        adds_up = False
+    return ranks.all(adds_up)
+
+
 def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int) -> tuple[LossKind, str | None]:
     name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
     with rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
@@ -177,12 +196,22 @@ _Ran = tuple[float, list[float]]
 class _Trials:
     """Forwards of groups of samples, each from the state that ``start_over`` brings back."""
 
-    def __init__(self, trainer: Any, samples: Sequence[Sample], start_over: Callable[[], None], most: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        samples: Sequence[Sample],
+        start_over: Callable[[], None],
+        most: int = 7,
+        one_by_one_as: LossKind | None = None,
+    ) -> None:
         self._trainer, self._start_over = trainer, start_over
         self._of_a_step = list(samples[: trainer.args.per_device_train_batch_size])
         self.batch_norm = find_batch_norm(trainer.model.train())  # which may refuse a batch of one
         self._mode = trainer.model.train if self.batch_norm is None else trainer.model.eval
         self._begin()
+        if one_by_one_as is not None:
+            self._kinds, self._groups = [one_by_one_as], [[sample] for sample in samples]
+            return
         self._kinds = kinds_of(trainer, collated(samples[:1], trainer.data_collator))
         self._groups = self._unlike_groups(samples, most)
 

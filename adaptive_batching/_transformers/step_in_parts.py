@@ -85,6 +85,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         ranks: That train together.
         padding: True to pad samples whatever the model; False to lay them end to end where it honours that.
         balances_ranks: True to have ranks share out the samples of a step, where these are split by length.
+        joins_batches: True to have samples of several batches of a step share a forward.
         dependent_module: The module that computes over the batch, if one does.
         recovers: False to let nothing run again.
         audit_every: Steps from one audit to the next; None for powers of ten.
@@ -100,6 +101,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         *,
         padding: bool = True,
         balances_ranks: bool = False,
+        joins_batches: bool = True,
         dependent_module: str | None = None,
         recovers: bool = True,
         audit_every: int | None = None,
@@ -122,7 +124,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.limit = TokenLimit()
         """What has run, and what has run out of memory."""
 
+        self.joins_batches = joins_batches
+        """True if samples of several batches may run together."""
+
         self._trainer, self._dependent_module = trainer, dependent_module
+        self._of_batches: list[Parts] = []  # how each batch of the step is split, where they do not join
         self._may_be_rows = isinstance(size, ByLength) and not padding
         self.in_rows = False
         """True if samples are laid end to end here, and attention stays within each."""
@@ -381,7 +387,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return [Part(samples, self.tokens(samples)) for samples in lists]
 
     def compared(self, parts: Sequence[Part]) -> list[list[Sample]]:
-        lists = super().compared(parts)
+        lists = super().compared(parts) if self.joins_batches else max(self._of_batches, key=len)
         if self.in_rows and len(lists) == 1:  # a row is another computation than the batch that it is made of
             by_length = sorted(lists[0], key=lambda sample: self.tokens([sample]))
             return [half for half in (by_length[::2], by_length[1::2]) if half]
@@ -457,14 +463,14 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def _lists(self, batches: Sequence[list[Sample]], max_tokens: int | None) -> Parts:
         together = [[sample for batch in batches for sample in batch]]
-        if not isinstance(self.size, (Fixed, ByLength)):
+        if not (self.joins_batches and isinstance(self.size, (Fixed, ByLength))):
             together = list(batches)
-        parts = []
+        self._of_batches = []
         for samples in together:
             rule = self._rule(samples, max_tokens)
             split = split_samples(self.lengths(samples), rule, max_tokens, pads=self.pads)
-            parts += [[samples[index] for index in part] for part in split]
-        return parts
+            self._of_batches.append([[samples[index] for index in part] for part in split])
+        return [part for parts in self._of_batches for part in parts]
 
     def _rule(self, samples: list[Sample], max_tokens: int | None) -> SplitRule:
         """Return how samples that run together are split."""

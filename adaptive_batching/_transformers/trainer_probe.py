@@ -99,7 +99,7 @@ def probe(
 
         def make_batch(size: int) -> tuple[Any, SampleBounds | None, int]:
             longest, shortest = extremes
-            last = shortest if size > 1 and step.pads else longest
+            last = shortest if size > 1 and step.pads and step.joins_batches else longest
             batch, row = step.row([*[longest] * (size - 1), last])
             if row is None:
                 return batch, None, size

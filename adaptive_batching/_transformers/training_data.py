@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
+
 from adaptive_batching._loop.samples import collated
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._snapshot import Snapshot
 from adaptive_batching._transformers.handed_out import (
     PairLength,
     Sample,
@@ -19,6 +25,9 @@ from adaptive_batching._transformers.handed_out import (
 from adaptive_batching._transformers.refusals import check_loader
 
 _TO_MEASURE = 32  # samples of which some are run to know the loss
+_LISTED = 10_000  # batches of an epoch, from which some are taken
+_OF_BATCH = 8  # samples of such a batch that are read
+_LIBRARIES = ("torch", "transformers", "accelerate", "trl")
 
 
 class Extremes(NamedTuple):
@@ -68,6 +77,28 @@ class TrainingData:
             with reading(self.loader.dataset, self._trainer.args.device):
                 self._extremes = self._find_extremes()
         return self._extremes
+
+    @property
+    def draws_from_all(self) -> bool:
+        """True if each batch has samples from all of the data, whatever their kind."""
+        sampler = getattr(self.samplers[-1], "sampler", None)
+        return type(self.samplers[-1]) is BatchSampler and type(sampler) in (RandomSampler, SeedableRandomSampler)
+
+    @property
+    def has_own_sampler(self) -> bool:
+        """True if somebody's own sampler makes the batches, which may know what kind of sample goes with which."""
+        samplers = [*self.samplers, getattr(self.samplers[-1], "sampler", None)]
+        return any(type(each).__module__.partition(".")[0] not in _LIBRARIES for each in samplers if each is not None)
+
+    def some_batches(self, ranks: Ranks, most: int) -> list[list[Sample]]:
+        """Return a few samples of each of some batches, as samplers make them, from all of an epoch and all ranks."""
+        samplers = [*self.samplers, getattr(self.samplers[-1], "sampler", None)]
+        with reading(self.loader.dataset, self._trainer.args.device):
+            before = Snapshot(samplers)
+            batches = list(itertools.islice(self.samplers[0], _LISTED))
+            before.put_back()
+            own = [batches[number * len(batches) // most][:_OF_BATCH] for number in range(min(most, len(batches)))]
+            return [[self._sample(index) for index in batch] for of_rank in ranks.gather(own) for batch in of_rank]
 
     def set_batch_size(self, size: int) -> None:
         for sampler in self.samplers:
