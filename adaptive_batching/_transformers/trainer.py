@@ -28,7 +28,7 @@ from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
 from adaptive_batching._transformers.refusals import check_class, rebalances
 from adaptive_batching._transformers.sharded import prepared_already
-from adaptive_batching._transformers.trainer_probe import is_ddp
+from adaptive_batching._transformers.trainer_probe import without_ddp
 
 _MADE: dict[type[Trainer], type[Trainer]] = {}
 
@@ -79,6 +79,9 @@ class AdaptiveTraining:
     lr_scheduler: Any
     model: Any
     state: Any
+
+    _without_ddp: Any
+    """The model that parts run, which is called without DDP."""
 
     def __init__(
         self, *args: Any, adaptive: AdaptiveArguments | Mapping[str, Any] | str | None = None, **kwargs: Any
@@ -149,6 +152,7 @@ class AdaptiveTraining:
             return stock(*args, **kwargs)
         with prepared_already(self) if self.is_fsdp_enabled else contextlib.nullcontext():
             model, loader = stock(*args, **kwargs)
+        self._without_ddp = without_ddp(self, model)
         of_samples = handing_out_samples(loader, self.data_collator)
         assert of_samples is not None  # as was checked
         return model, of_samples
@@ -196,9 +200,7 @@ class AdaptiveTraining:
         if not inputs.batches:
             return torch.zeros((), device=self.args.device)
         assert self.adaptive is not None and self.adaptive.step is not None
-        # The wrapper of DDP would communicate in every forward and backward.
-        inner = model.module if is_ddp(model) else model
-        loss = self.adaptive.step(inputs, partial(self.forward_backward, inner))
+        loss = self.adaptive.step(inputs, partial(self.forward_backward, self._without_ddp))
         self._recording.ran(inputs, loss)
         return loss
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adaptive_batching._attention import SampleBounds
@@ -139,7 +140,7 @@ def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimiz
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     try:
-        yield getattr(model, "module", model) if is_ddp(model) else model, optimizer.optimizer
+        yield without_ddp(trainer, model), optimizer.optimizer
     finally:
         trainer.accelerator.scaler = scaler
         if not keeps:
@@ -149,5 +150,14 @@ def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimiz
             vars(trainer.model).update(forwards)
 
 
-def is_ddp(model: nn.Module) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel)
+def without_ddp(trainer: Any, model: nn.Module) -> nn.Module:
+    """Return ``model`` as Accelerate has prepared it, but for DDP, which would communicate in each forward and backward.
+
+    Accelerate compiles what DDP wraps together with DDP; without it, the model is compiled by itself.
+    """
+    wrapped = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):  # whose layers may be compiled
+        return model.module  # type: ignore[no-any-return]
+    if not isinstance(wrapped, DistributedDataParallel):
+        return model
+    return torch.compile(wrapped.module, **trainer.accelerator.state.dynamo_plugin.to_kwargs())  # type: ignore[no-any-return]

@@ -141,6 +141,16 @@ def test_samples_end_to_end_run_again_on_both_ranks_when_one_is_short(
     assert found["in_rows"] and ranks[0][name]["recoveries"] == ranks[1][name]["recoveries"] >= 1
 
 
+def test_a_compiled_model_runs_unlike_numbers_of_parts_and_recovers_on_both_ranks(
+    ranks: list[Found], tmp_path: Path
+) -> None:
+    name = "ddp short compiled"
+    assert_alike(of_run(name, ranks), in_one_process(tmp_path, model=trainers.make_bigrams()))
+    first, second = (rank[name] for rank in ranks)
+    assert first["recoveries"] == second["recoveries"] >= 1 and first["forwards"] != second["forwards"]
+    assert min(first["compiled"], second["compiled"]) > 0
+
+
 def test_samples_of_a_sharded_model_are_padded_if_it_would_not_keep_them_apart(
     ranks: list[Found], tmp_path: Path
 ) -> None:

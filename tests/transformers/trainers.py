@@ -41,6 +41,27 @@ def make_bert(kind: str = "BertForMaskedLM", **settings: Any) -> Any:
     return getattr(transformers, kind)(transformers.BertConfig(num_labels=3, **SIZES, **settings))
 
 
+class Bigrams(torch.nn.Module):
+    """Predicts each token from the one before: a model that compiles in no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: Any = None, **given: Any
+    ) -> dict[str, torch.Tensor]:
+        logits, targets = self.output(self.embedding(input_ids))[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        number = given.get("num_items_in_batch")
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="mean" if number is None else "sum")
+        return {"loss": loss if number is None else loss / number, "logits": logits}
+
+
+def make_bigrams() -> Any:
+    torch.manual_seed(0)
+    return Bigrams()
+
+
 def make_classes() -> Any:
     """A model whose loss is a mean over samples, of a kind that Accelerate shards."""
     torch.manual_seed(0)

@@ -74,6 +74,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
     "checkpointed": {"gradient_checkpointing": True},
     "float16": {"fp16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "bert": {"gradient_accumulation_steps": 1},  # of whose means Trainer would make a sum
 }
 """Settings of trainers, by the name of what is trained."""
@@ -217,6 +218,7 @@ def make(name: str, folder: Path, **more: Any) -> Any:
         return of_trl(model, folder, arguments, settings)
     made = {
         **dict.fromkeys(("labelled", "uneven"), trainers.make_classes), "bert": trainers.make_bert,
+        "compiled": trainers.make_bigrams,
         "bloom": lambda: architectures.make("Bloom"),
     }  # fmt: skip
     of_labels = model in ("labelled", "uneven")
@@ -248,6 +250,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         trainer = make(name, folder, **saves)
         if ours in ("rows", "shared", "drawn"):
             trainers.without_probe(trainer, 90)
+        watched = trainers.OutOfMemory(trainer.model, 10**9)
         if ours in ("short", "maximum", "rows"):
             ShortOnOneRank(trainer.model, 130 if model in OF_TRL else 60)
         if ours == "found":
@@ -258,7 +261,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         how = uneven_steps() if model == "uneven" else how
         with comparing(found) if ours == "probed" and strategy == "fsdp" else how:
             trainer.train()
-        found |= outcome(trainer)
+        found |= outcome(trainer) | {"forwards": len(watched.forwards)}
+        if model == "compiled":
+            found["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]
         if ours == "growing":
             resumed = make(name, folder / "resumed")
             resumed.train(str(folder / "checkpoint-5"))
@@ -308,7 +313,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 DDP = [
     "parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama",
-    "shared late", "shared labelled", "shared rebalanced", "asked llama",
+    "shared late", "shared labelled", "shared rebalanced", "asked llama", "short compiled",
     *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
     "stock bert",
 ]  # fmt: skip
