@@ -129,7 +129,7 @@ class DryRun:
     @property
     def worst(self) -> dict[str, Any] | None:
         """The process that tells most: one that ran out of memory for good, or else the one that reserved most."""
-        last: list[dict[str, Any]] = [process for process in self.processes if _fatal(process)] if self._failed else []
+        last: list[dict[str, Any]] = [process for process in self.processes if self._ended(process)]
         return max(last or self.processes, key=lambda process: int(process["peaks"].get("reserved", 0)), default=None)
 
     @property
@@ -156,25 +156,42 @@ class DryRun:
         """True if it had taken as many steps as were asked for; what would have followed is not known."""
         return any(process["stopped"] for process in self.processes)
 
-    @property
-    def _failed(self) -> bool:
-        return self.ending.exit_code != 0 or self.steps == 0
+    def _ended(self, process: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the allocation that ended the training of a process, also where the script has caught the error."""
+        last = _last_failure(process)
+        if last is None or self.ending.exit_code != 0:
+            return last
+        # It has ended without an error. What was stopped had taken its steps; an evaluation may have gone on in parts.
+        went_on = process["stopped"] or not (last["in_training"] or process["started"] == last["started"])
+        return None if went_on else last
 
     @property
     def failure(self) -> dict[str, Any] | None:
         """The allocation that ended the script; None if none did."""
-        return _fatal(self.worst) if self._failed and self.worst is not None else None
+        return None if self.worst is None else self._ended(self.worst)
+
+    @property
+    def sharing(self) -> list[dict[str, Any]]:
+        """The processes that were on the card of `worst`."""
+        if self.worst is None:
+            return []
+        return [each for each in self.processes if each is self.worst or each.get("card") == self.worst.get("card", -1)]
 
     @property
     def left_bytes(self) -> int:
         """Memory of the card that nothing has taken, when most was reserved."""
         reserved = 0 if self.worst is None else int(self.worst["peaks"].get("reserved", 0))
-        return self.card.memory_bytes - self.card.context_bytes - reserved
+        taken = self.card.context_bytes + reserved
+        if len(self.sharing) > 1:
+            taken = max(taken, *(int(process["taken"]) for process in self.sharing))
+        return self.card.memory_bytes - taken
 
     @property
     def needed_besides(self) -> int:
-        """The most that may be in use outside the allocator, beyond the context that the emulated card has."""
-        return sum(overhead.most for overhead in outside_of_allocator(len(self.processes))) - self.card.context_bytes
+        """The most that may be in use outside the allocator, beyond the contexts that the emulated card has."""
+        cards = len({process.get("card", number) for number, process in enumerate(self.processes)})
+        each = sum(overhead.most for overhead in outside_of_allocator(cards)) - self.card.context_bytes
+        return each * max(len(self.sharing), 1)
 
     @property
     def retries(self) -> int:
@@ -239,10 +256,13 @@ class DryRun:
         return None
 
 
-def _fatal(process: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the allocation that failed after the last whole step."""
+def _last_failure(process: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the allocation that failed after the last whole step, or pass where no optimizer of torch takes steps."""
     last: dict[str, Any] | None = process["out_of_memory"][-1] if process["out_of_memory"] else None
-    return last if last is not None and last["step"] > len(process["steps"]) else None
+    script = process["script"]
+    if last is None or (not script["optimizers"] and script["passes"] > last["passes"]):
+        return None
+    return last if last["step"] > len(process["steps"]) else None
 
 
 def processes_in(folder: Path) -> list[dict[str, Any]]:
@@ -302,6 +322,8 @@ def as_object(run: DryRun, length: RunLength = NO_LENGTH) -> dict[str, Any]:
         "why": run.why_not if run.answer is Answer.CANNOT_TELL else None,
         "ended_by": run.condition,
         "out_of_memory_survived": run.survived,
+        "largest_input": worst.get("largest_input"),
+        "lacks_workspaces_for": worst.get("lacks", []),
         "failed_allocation": run.failure,
         "peak": {key: value for key, value in worst.get("history", {}).items() if key not in ("points", "steps_end")},
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
@@ -343,6 +365,11 @@ def in_words(run: DryRun, length: RunLength = NO_LENGTH) -> list[str]:
     if run.survived:
         times = "once" if run.survived == 1 else f"{run.survived} times"
         lines.append(_row("survived", f"ran out of memory {times} and went on"))
+    if run.answer in (Answer.FITS, Answer.TIGHT):
+        if largest := worst.get("largest_input"):
+            lines.append(_row("input", f"{largest['name']} was at most {largest['size']}; a larger one takes more"))
+        if lacks := worst.get("lacks"):
+            lines.append(_row("not in it", f"workspaces of cuDNN, chosen on the card, for {' and '.join(lacks)}"))
     if worst["trouble"]:
         lines.append(_row("missing", f"parts of this report: {worst['trouble']}"))
     if run.answer is Answer.TIGHT:
@@ -369,6 +396,8 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
     which = f"rank {worst['rank']} of {len(run.processes)}, " if len(run.processes) > 1 else ""
     both = f"{memory_size(peaks['allocated'])} allocated, {memory_size(peaks['reserved'])} reserved"
     lines = [_row("peak", f"{which}{both}; {memory_size(max(run.left_bytes, 0))} of the card left")]
+    if len(run.sharing) > 1:
+        lines.append(_row("shared", f"by {len(run.sharing)} processes, that are all on card {worst['card']}"))
     if history is None:
         return lines
     if not run.failure:

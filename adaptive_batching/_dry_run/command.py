@@ -205,7 +205,9 @@ def _checked(args: argparse.Namespace) -> Correction:
 
 
 def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
-    device, card = _device(args, column.gpu)
+    machine = folder / "machine"
+    machine.mkdir()
+    device, card = _device(args, column.gpu, machine)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
@@ -239,7 +241,7 @@ def _at_batch_size(command: list[str], size: int, *, is_recipe: bool) -> list[st
     return [*command, f"batch_size={size}"]
 
 
-def _device(args: argparse.Namespace, gpu: Gpu | None) -> tuple[EmulatedDevice, Card]:
+def _device(args: argparse.Namespace, gpu: Gpu | None, machine: Path) -> tuple[EmulatedDevice, Card]:
     """Return the device that the command line asks for: of a name that is several cards, the smallest."""
     capability, processors = (8, 0), 108
     device_name = "emulated device"
@@ -252,7 +254,9 @@ def _device(args: argparse.Namespace, gpu: Gpu | None) -> tuple[EmulatedDevice, 
         capability = parse_capability(args.capability)
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
-    device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors, name=device_name)
+    device = EmulatedDevice(
+        memory, count=args.devices, capability=capability, processors=processors, machine=machine, name=device_name
+    )
     return device, Card(name, memory, device.context_bytes, gpu)
 
 

@@ -37,6 +37,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
     lines = str(error).strip().splitlines()
     text = ": ".join([type(error).__name__, *lines[:1]])
+    if type(error).__name__ == "DistBackendError" and len(lines) > 1:  # what NCCL says stands last
+        text = f"{type(error).__name__}: {lines[-1].strip()}"
     frames: list[dict[str, Any]] = [
         {"filename": f.filename, "line": f.lineno, "name": f.name}
         for f in reversed(traceback.extract_tb(error.__traceback__))

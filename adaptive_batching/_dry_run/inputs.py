@@ -94,6 +94,11 @@ class Inputs:
         _note_most(self._now or {}, self._most)
         self._now = None
 
+    def largest(self) -> dict[str, Any] | None:
+        """Return the name and the size of the largest input of a pass that has run; None if none is known."""
+        name = max(self._most, key=lambda each: _numel(self._most[each]), default=None)
+        return None if name is None else {"name": _called(name), "size": [*self._most[name]]}
+
     def larger(self, asked_bytes: int) -> str | None:
         """Say which input is larger than any before, and which samples it is made of; None if none is.
 
@@ -106,9 +111,8 @@ class Inputs:
             sizes = {name: size for name, size in last.sizes.items() if name in taken}
         for name, size in sizes.items():
             if name in most and _numel(size) > _numel(most[name]):
-                called = name if name.isidentifier() else "the input of the model"
                 before = f"and was at most {[*most[name]]} in the steps before"
-                return f"{called} is {[*size]}, {before}{self._name(size)}"
+                return f"{_called(name)} is {[*size]}, {before}{self._name(size)}"
         return None
 
     def _name(self, size: tuple[int, ...]) -> str:
@@ -121,6 +125,10 @@ class Inputs:
             numbers = [numbers[longest]]
         shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
         return f": number{'s' if len(numbers) > 1 else ''} {shown} of the data set (the first is 0)"
+
+
+def _called(name: str) -> str:
+    return name if name.isidentifier() else "the input of the model"
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import atexit
 import functools
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -52,10 +53,12 @@ from adaptive_batching._dry_run.history import (
 from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
+from adaptive_batching._emulated_device.values import ran
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
 MOST_FRAMES = 40  # of a stack that are told
+_OF_TRAINING = re.compile(r"[/\\](autograd|optim)[/\\]")  # files that run with gradients off, and belong to a step
 EVERY = 1.0  # seconds after which peaks are written down, in case the process is killed
 
 
@@ -314,6 +317,8 @@ class Watch:
         self._out_of_memory.append({
             "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
             "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
+            "in_training": torch.is_grad_enabled() or any(_OF_TRAINING.search(frame["filename"]) for frame in stack),
+            "passes": self._script.passes, "started": control.started_and_waited()[0],
             "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
             "allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": shortage.free,
             "causes": [cause_of(shortage, self._starts, None, setting), self._inputs.larger(asked)],
@@ -356,7 +361,10 @@ class Watch:
             notes: dict[str, Any] = {
                 "process": self._process, "rank": _rank(), "device": device, "steps": steps,
                 "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
-                "reserved_now": self._reserved_now,
+                "reserved_now": {control.card_of(at): size for at, size in self._reserved_now.items()},
+                "card": control.card_of(device), "taken": control.most_taken(device),
+                "started": control.started_and_waited()[0], "largest_input": self._inputs.largest(),
+                "lacks": self._without_workspaces(),
                 "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
                 "script": self._script.as_object(),
             }  # fmt: skip
@@ -367,6 +375,11 @@ class Watch:
                 )
                 notes["history"] = self._read_history(device)
             write_process(self._folder, notes)
+
+    def _without_workspaces(self) -> list[str]:
+        """Return what ran that cuDNN would take workspaces for, which are missing here."""
+        recurrent = any(isinstance(module, nn.RNNBase) for module in list(self._modules))
+        return [*sorted(ran), *(["recurrent layers"] if recurrent else [])]
 
     def _read_history(self, device: int) -> dict[str, Any]:
         gc.disable()  # the process ends; a collection would look at all of a million events, again and again

@@ -64,7 +64,7 @@ class EmulatedDevice:
     memory_bytes: int = 80 * GIB
     """Of the card in all, as CUDA reports it."""
     count: int = 1
-    """Cards, 1 to 16. Each process has all of them to itself."""
+    """Cards, 1 to 16."""
     capability: tuple[int, int] = (8, 0)
     """Compute capability. With 9.0 torch would take cuDNN's attention, which plans its kernels on the card; flash
     attention is taken instead. It keeps as much for the backward pass; the workspace of cuDNN's backward is missing."""
@@ -78,6 +78,9 @@ class EmulatedDevice:
     nothing was copied to reads as zeros."""
     processors: int = 108
     """Multiprocessors, which some kernels take workspaces for."""
+    machine: Path | None = None
+    """A folder for what processes share: they then share the memory of the cards, as on a real machine. None: each
+    process has all cards to itself."""
     name: str = "emulated device"
     """As `nvidia-smi` and `torch.cuda.get_device_name` tell it."""
 
@@ -93,7 +96,7 @@ class EmulatedDevice:
             "MEMORY": self.memory_bytes, "COUNT": self.count, "CAPABILITY": 10 * major + minor,
             "CONTEXT": self.context_bytes, "LAG": -1 if self.lag is None else self.lag,
             "LARGEST_COPY": self.largest_copy_bytes, "PROCESSORS": self.processors,
-            "NAME": self.name, "CUDA": f"{_torch()[1]}.0",
+            "MACHINE": self.machine or "", "NAME": self.name, "CUDA": f"{_torch()[1]}.0",
         }  # fmt: skip
         first = {
             "LD_PRELOAD": f"{library}:{library.parent / 'libnvidia-ml.so.1'}",

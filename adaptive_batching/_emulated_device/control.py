@@ -66,6 +66,18 @@ _KERNELS, _PRODUCTS, _COPIES, _WAITS = (
 )
 
 
+def card_of(device: int) -> int:
+    """Return the number in the machine of a device's card, which `CUDA_VISIBLE_DEVICES` may have chosen."""
+    return int(_library().emulated_card(device))
+
+
+def most_taken(device: int) -> int:
+    """Return the most that all processes of a machine together have taken of a device's card; 0 if they share none."""
+    function = _library().emulated_most_taken
+    function.restype = ctypes.c_size_t
+    return int(function(device))
+
+
 def settle(stream: int, milliseconds: int) -> None:
     """Wait for the copies and collectives that are pending on a stream, for so long at most; it counts as no wait."""
     _tell("settle", stream, milliseconds)

@@ -57,6 +57,9 @@ SELECTIONS = (
     "unique_consecutive",
     "bincount",
 )
+ran: set[str] = set()
+"""What cuDNN would have taken workspaces for, of what this process has run."""
+
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
 
@@ -206,6 +209,7 @@ def _convolved(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a convolution without a workspace: what cuDNN takes depends on which kernel it finds fastest."""
 
     def convolved(keys: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, *settings: Any) -> torch.Tensor:
+        ran.add("convolutions")
         _count_product()
         stride, padding, dilation, transposed, output_padding, groups = settings
         of = (stride, padding, dilation, output_padding)

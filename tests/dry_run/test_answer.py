@@ -36,7 +36,7 @@ HISTORY = {
 FAILED = {
     "device": 0, "asked_bytes": 2 * GIB, "step": 1, "time_us": 5, "in_backward": True, "line": "train.py:7 main",
     "where": "backward pass", "stack": [f"models/llama.py:{n} forward" for n in range(20)], "allocated_bytes": 1,
-    "reserved_bytes": 1, "causes": [None, "input_ids is [1, 9]"],
+    "reserved_bytes": 1, "causes": [None, "input_ids is [1, 9]"], "in_training": True, "passes": 0, "started": 70,
 }  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any
     return {
         "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps,
         "peaks": {"allocated": 10 * GIB, "reserved": reserved * GIB, "retries": 0}, "out_of_memory": [],
-        "history": HISTORY, "trouble": None, "error": None, "stopped": steps >= 3, "script": notes(), **other,
+        "history": HISTORY, "trouble": None, "error": None, "stopped": steps >= 3, "script": notes(),
+        "card": rank, "taken": 0, "started": 90, "largest_input": None, "lacks": [], **other,
     }  # fmt: skip
 
 
@@ -69,6 +70,9 @@ def read(folder: Path, *processes: dict[str, Any], ending: Ending = ENDED, **how
 
 
 LATE = {**FAILED, "step": 4}
+EVALUATING = {**LATE, "in_training": False}
+SECOND = {**FAILED, "step": 2}
+ON_ONE_CARD = {"card": 0, "taken": 24 * GIB - GIB // 4}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,16 @@ LATE = {**FAILED, "step": 4}
         ([process(), process(1, out_of_memory=[LATE])], 1, Answer.DOES_NOT_FIT, "out of memory in step 4"),
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
+        ([process(steps=1, out_of_memory=[SECOND])], 0, Answer.DOES_NOT_FIT, "out of memory in step 2"),
+        ([process(stopped=False, out_of_memory=[LATE])], 0, Answer.DOES_NOT_FIT, "out of memory in step 4"),
+        ([process(stopped=False, out_of_memory=[EVALUATING])], 0, Answer.FITS, "ran out of memory once and went on"),
+        ([process(stopped=False, started=70, out_of_memory=[EVALUATING])], 0, Answer.DOES_NOT_FIT, "in step 4"),
+        ([process(steps=0, stopped=True, script=notes(passes=3), out_of_memory=[FAILED])], 0, Answer.FITS,
+         "3 backward passes|ran out of memory once and went on"),
+        ([process(**ON_ONE_CARD), process(1, **ON_ONE_CARD)], 0, Answer.TIGHT,
+         "256 MiB of the card left|shared    by 2 processes, that are all on card 0"),
+        ([process(largest_input={"name": "input_ids", "size": [8, 512]}, lacks=["convolutions"])], 0, Answer.FITS,
+         "input_ids was at most [8, 512]|not in it workspaces of cuDNN, chosen on the card, for convolutions"),
         ([process(steps=0)], 0, Answer.FITS, "no optimizer of torch.optim took one"),
         ([process(error=error("ZeroDivisionError: x"))], 1, Answer.CANNOT_TELL, "losses are zero in a dry run"),
         ([process(error=error("AssertionError", line="a.py:3 f"), script=notes(reads=[["/x/a.py", 3]]))], 1,

@@ -405,3 +405,57 @@ def test_ranks_get_over_nccl_what_they_would_get() -> None:
     done = run(RANKS, EmulatedDevice(count=2), ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("done") == 2
+
+
+ASKED = """
+import ctypes
+device, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+def attribute(which):
+    device.cuDeviceGetAttribute(ctypes.byref(number), which, 0)
+    return number.value
+bus = ctypes.create_string_buffer(16)
+device.cudaGetDeviceCount(ctypes.byref(number))
+count, cards = number.value, []
+for index in range(count):
+    device.cudaDeviceGetPCIBusId(bus, 16, index)
+    cards.append(int(bus.value[5:7], 16) - 1)
+kib = attribute(97) / 1024
+results = [device.cuFuncSetAttribute(None, 8, int(1024 * kib) + more) for more in (0, 1)]
+print(kib, attribute(39), results, cards, sep=";")
+"""
+
+
+def asked(device: EmulatedDevice, **environment: str) -> list[Any]:
+    """Return the KiB of a block, the threads of a processor, what setting them returns, and the cards that are seen."""
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", ASKED], env=device.environment() | environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return [json.loads(one) for one in ran.stdout.split(";")]
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib", "threads"),
+    [
+        ((7, 0), 96, 2048), ((7, 5), 64, 1024), ((8, 0), 163, 2048), ((8, 6), 99, 1536), ((8, 9), 99, 1536),
+        ((9, 0), 227, 2048), ((10, 0), 227, 2048), ((12, 0), 99, 1536),
+    ],
+)  # fmt: skip
+def test_a_block_has_as_much_shared_memory_as_on_a_card_of_its_capability(
+    capability: tuple[int, int], kib: int, threads: int
+) -> None:
+    of_block, of_processor, results, _ = asked(EmulatedDevice(capability=capability))
+    assert (of_block, of_processor, results) == (kib, threads, [0, 1]), "a byte more is an invalid value"
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "cards"),
+    [
+        (4, "1,3", [1, 3]), (4, "2", [2]), (4, "GPU-00000000-0000-0000-0000-000000000003", [3]), (2, "", []),
+        (1, "3", [0]), (2, "6,7", [0, 1]), (1, "0,1,2,3", [0]), (2, "1,none,0", [1]),
+    ],
+)  # fmt: skip
+def test_a_script_sees_the_cards_that_it_names_or_as_many_of_those_that_are_here(
+    count: int, visible: str, cards: list[int]
+) -> None:
+    assert asked(EmulatedDevice(count=count), CUDA_VISIBLE_DEVICES=visible)[-1] == cards

@@ -134,6 +134,58 @@ main(layers=1)
     assert found["peak_allocated_bytes"] >= 64 * MIB  # though the script has forgotten it
 
 
+def test_a_script_that_catches_the_error_of_a_step_and_ends_as_if_all_were_well_does_not_fit(tmp_path: Path) -> None:
+    code = (
+        TRAIN.replace("rows, WIDTH", "rows if step == 0 else 10**6, WIDTH")
+        + """
+try:
+    main(layers=2)
+except torch.OutOfMemoryError as error:
+    print("skipped:", error)
+"""
+    )
+    found, said = dry_run(tmp_path, "--memory", "2", code=code)
+    assert (found["fits"], found["steps"], found["exit_code"]) == (False, 1, 0) and "skipped: CUDA out of" in said
+    assert found["failed_allocation"]["step"] == 2
+
+
+def test_ranks_that_choose_no_card_end_as_with_nccl(tmp_path: Path) -> None:
+    code = """
+torch.distributed.init_process_group("nccl")
+nn.parallel.DistributedDataParallel(make(1))
+"""
+    (tmp_path / "train.py").write_text(MODEL + code)
+    shared_memory = set(Path("/dev/shm").iterdir())
+    found, _ = dry_run(
+        tmp_path, "--memory", "24", "--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"
+    )
+    assert found["fits"] is None and "Duplicate GPU detected" in found["why"] and "CUDA device 1000" in found["why"]
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - shared_memory if "nccl" in path.name]
+
+
+def test_processes_on_one_card_share_its_memory(tmp_path: Path) -> None:
+    code = """
+torch.distributed.init_process_group("gloo")
+model = nn.Sequential(nn.Unflatten(1, (1, 32, 32)), nn.Conv2d(1, 1, 3), nn.Flatten()).cuda()
+held = torch.empty(600 * 2**20, dtype=torch.uint8, device="cuda")
+optimizer = torch.optim.SGD(model.parameters())
+torch.distributed.barrier()
+print("free:", torch.cuda.mem_get_info()[0], flush=True)
+torch.distributed.barrier()
+for _ in range(2):
+    model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(MODEL + code)
+    launch = ["--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
+    found, said = dry_run(tmp_path, "--memory", "3", "--devices", "1", "--steps", "1", *launch)
+    free = [int(line.split()[1]) for line in said.splitlines() if line.startswith("free: ")]
+    left = 3 * 1024 - 2 * (500 + 600)  # of two contexts and what both hold
+    assert len(free) == 2 and all(left - 32 < each / MIB < left for each in free)
+    assert 0 < found["left_bytes"] < left * MIB
+    assert found["largest_input"]["size"] == [8, WIDTH] and found["lacks_workspaces_for"] == ["convolutions"]
+
+
 def test_an_optimizer_for_each_parameter_and_workers_that_load_data_are_steps_and_no_more(tmp_path: Path) -> None:
     code = """
 from torch.utils.data import DataLoader, TensorDataset

@@ -16,6 +16,7 @@ enum Error : int {
   SUCCESS = 0,
   INVALID_VALUE = 1,
   OUT_OF_MEMORY = 2,
+  NO_DEVICE = 100,
   INVALID_DEVICE = 101,
   NOT_FOUND = 500,
   NOT_READY = 600,
@@ -64,7 +65,7 @@ enum Attribute : int {
 enum MemoryType : int { UNREGISTERED = 0, HOST = 1, DEVICE = 2, MANAGED = 3 };
 enum LocationType : int { LOCATION_DEVICE = 1 };
 enum PointerAttribute : int { DEVICE_POINTER = 3, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
-enum FunctionAttribute : int { FUNCTION_MAX_THREADS = 0, FUNCTION_REGISTERS = 4 };
+enum FunctionAttribute : int { FUNCTION_MAX_THREADS = 0, FUNCTION_REGISTERS = 4, FUNCTION_SHARED = 8 };
 
 struct Dim3 { unsigned x, y, z; };
 

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
+#include <iterator>
 #include <memory>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -26,7 +27,6 @@ struct Channel {
 struct Communicator {
   std::string name;
   int rank, size;
-  std::atomic<int>* joined;
   Channel* channels;  // `size` to all, then size * size from one to one
   uint64_t collectives = 0, splits = 0;
   std::map<int, uint64_t> sent, received;
@@ -36,18 +36,39 @@ struct Communicator {
   Channel& to_one(int from, int to) { return channels[size + from * size + to]; }
 };
 
+thread_local std::string last_error;
+
+// Which card each rank is on, behind the count of those that have joined
+struct Beginning { std::atomic<int> joined, cards[(4096 - sizeof(int)) / sizeof(int)]; };
+static_assert(sizeof(Beginning) == 4096, "");
+
+// As NCCL does for ranks that have not chosen a card each
+bool is_alone_on_its_card(Beginning& all, int rank, int size) {
+  for (int other = 0; other < size && size <= int(std::size(all.cards)); ++other) {
+    if (other == rank || all.cards[other] != all.cards[rank]) continue;
+    char text[120];
+    snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", rank, other,
+             unsigned(all.cards[rank]) << 12);
+    last_error = text;
+    return false;
+  }
+  return true;
+}
+
 Communicator* join(const std::string& name, int rank, int size) {
   size_t bytes = 4096 + sizeof(Channel) * size_t(size) * (size + 1);
-  int file = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
+  std::string path = machine() ? machine() + name : name;
+  int file = machine() ? open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600) : shm_open(path.c_str(), O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, off_t(bytes))) return nullptr;
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (at == MAP_FAILED) return nullptr;
-  auto* made = new Communicator{name, rank, size, static_cast<std::atomic<int>*>(at),
-                                reinterpret_cast<Channel*>(static_cast<char*>(at) + 4096)};
-  if (++*made->joined == size) shm_unlink(name.c_str());  // all have it mapped
-  while (*made->joined < size) usleep(200);
-  return made;
+  auto& beginning = *static_cast<Beginning*>(at);
+  if (size <= int(std::size(beginning.cards))) beginning.cards[rank] = card_of(current) + 1;
+  if (++beginning.joined == size) machine() ? unlink(path.c_str()) : shm_unlink(path.c_str());  // all have it mapped
+  while (beginning.joined < size) usleep(200);
+  if (!is_alone_on_its_card(beginning, rank, size)) return nullptr;
+  return new Communicator{name, rank, size, reinterpret_cast<Channel*>(static_cast<char*>(at) + 4096)};
 }
 
 size_t width(int type) {
@@ -278,8 +299,10 @@ API int ncclGroupStart() { ++depth; return abi::NCCL_SUCCESS; }
 API int ncclGroupEnd() { return --depth ? abi::NCCL_SUCCESS : end_group(); }
 
 API int ncclGetVersion(int* version) { *version = 22700; return abi::NCCL_SUCCESS; }
-API const char* ncclGetErrorString(int error) { return error ? "unhandled cuda error (emulated device)" : "no error"; }
-API const char* ncclGetLastError(void*) { return ""; }
+API const char* ncclGetErrorString(int error) {
+  return error == abi::NCCL_INVALID_USAGE ? "invalid usage" : error ? "unhandled cuda error (emulated device)" : "no error";
+}
+API const char* ncclGetLastError(void*) { return last_error.c_str(); }
 API int ncclGetUniqueId(abi::NcclId* id) {
   memset(id, 0, sizeof *id);
   snprintf(id->internal, sizeof id->internal, "/emulated-nccl-%d-%lx", int(getpid()), long(next_handle()) ^ long(time(nullptr)) << 16);

@@ -64,6 +64,7 @@ void run(Stream*, std::function<void()> work);         // now, or behind what is
 void run_until(Stream*, std::function<bool()> work);   // is tried until it says true
 void wait(Lock&, Moment);
 void wait_for_all(Lock&);
+size_t most_shared_of_block();           // memory that a block of threads may ask for
 int launched(Count what, void* stream);  // a kernel, or a product; returns the error of the call
 
 // Faults, set through control.cpp
@@ -76,6 +77,14 @@ struct Faults {
 extern Faults faults;
 bool memory_fault();
 void watch_allocations();  // of torch's, once it has an allocator
+
+// Cards. Where the environment names a folder of the machine, its processes share the cards, as on a real one.
+const char* machine();         // the folder; null where each process has all cards to itself
+int visible_cards();           // of CUDA_VISIBLE_DEVICES
+int card_of(int device);       // the number of a device's card in the machine
+struct Shared { Shared(); ~Shared(); };  // while one lives, no other process takes memory
+size_t taken_by_others(int device);
+void tell_others(size_t bytes, int device);  // how much this process has of a device's card
 
 // Memory, with the lock held
 extern size_t used[MAX_DEVICES], neighbour[MAX_DEVICES];

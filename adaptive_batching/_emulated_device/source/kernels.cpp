@@ -44,10 +44,15 @@ API int cudaFuncGetAttributes(abi::FunctionAttributes* to, const void*) {
   to->max_threads_per_block = 1024;
   to->num_regs = 32;
   to->ptx_version = to->binary_version = compiled_for();  // cub looks for code that torch has for the card
-  to->max_dynamic_shared_size_bytes = 163840;
+  to->max_dynamic_shared_size_bytes = int(most_shared_of_block());
   return abi::SUCCESS;
 }
-API int cudaFuncSetAttribute() { return abi::SUCCESS; }
+// More shared memory than a block has is refused, as on the card: a kernel made for a larger one cannot run.
+static int set_attribute(int which, int value) {
+  bool is_too_large = which == abi::FUNCTION_SHARED && size_t(value) > most_shared_of_block();
+  return is_too_large ? record(abi::INVALID_VALUE) : abi::SUCCESS;
+}
+API int cudaFuncSetAttribute(const void*, int which, int value) { return set_attribute(which, value); }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int, size_t) { *n = 2; return abi::SUCCESS; }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) { *n = 2; return abi::SUCCESS; }
 API int cudaGetSymbolAddress(void** p, const void*) { static char somewhere[1 << 16]; *p = somewhere; return abi::SUCCESS; }
@@ -70,13 +75,13 @@ static int make(void** handle) { *handle = reinterpret_cast<void*>(next_handle()
 API int cudaLibraryLoadData(void** library, ...) { return make(library); }
 API int cudaLibraryGetKernel(void** kernel, void*, const char*) { return make(kernel); }
 API int cudaLibraryUnload() { return abi::SUCCESS; }
-API int cudaKernelSetAttributeForDevice() { return abi::SUCCESS; }
+API int cudaKernelSetAttributeForDevice(void*, int which, int value, int) { return set_attribute(which, value); }
 API int cuModuleLoadData(void** module, const void*) { return make(module); }
 API int cuModuleLoadDataEx(void** module, ...) { return make(module); }
 API int cuModuleLoad(void** module, const char*) { return make(module); }
 API int cuModuleGetFunction(void** function, void*, const char*) { return make(function); }
 API int cuModuleUnload() { return abi::SUCCESS; }
-API int cuFuncSetAttribute() { return abi::SUCCESS; }
+API int cuFuncSetAttribute(void*, int which, int value) { return set_attribute(which, value); }
 API int cuFuncSetCacheConfig() { return abi::SUCCESS; }
 API int cuFuncGetAttribute(int* value, int which, void*) {
   *value = which == abi::FUNCTION_REGISTERS ? 32 : which == abi::FUNCTION_MAX_THREADS ? 1024 : 0;

@@ -60,7 +60,7 @@ size_t resident(int device) {
 }
 
 size_t room(int device) {  // for allocations and managed memory
-  size_t taken = settings().context + neighbour[device] + used[device];
+  size_t taken = settings().context + neighbour[device] + used[device] + taken_by_others(device);
   return settings().memory > taken ? settings().memory - taken : 0;
 }
 
@@ -146,13 +146,19 @@ size_t used[MAX_DEVICES], neighbour[MAX_DEVICES];
 
 bool take(size_t bytes, int device) {
   watch_allocations();
+  Shared hold;
   if (memory_fault() || bytes > room(device)) return false;
   used[device] += bytes;
+  tell_others(settings().context + used[device], device);
   evict_to(room(device), device);
   return true;
 }
 
-void give(size_t bytes, int device) { used[device] -= bytes; }
+void give(size_t bytes, int device) {
+  Shared hold;
+  used[device] -= bytes;
+  tell_others(settings().context + used[device], device);
+}
 
 bool on_device(const void* p) {
   auto it = find(p);
@@ -207,6 +213,7 @@ API int cudaFreeAsync(void* p, void*) { return cudaFree(p); }
 API int cudaMemGetInfo(size_t* free, size_t* all) {
   if (int error = standing()) return record(error);
   Lock hold(lock);
+  Shared cards;
   *all = settings().memory;
   *free = room(current) - std::min(room(current), resident(current));
   return abi::SUCCESS;
@@ -216,7 +223,7 @@ API int cudaMemGetInfo(size_t* free, size_t* all) {
 // room. What a kernel touches without having been asked for is not seen.
 API int cudaMallocManaged(void** p, size_t bytes, unsigned) { return host_block(p, bytes, Kind::managed); }
 static int prefetch(const void* p, size_t bytes, int device) {
-  if (device >= settings().count) return record(abi::INVALID_DEVICE);
+  if (device >= visible_cards()) return record(abi::INVALID_DEVICE);
   Lock hold(lock);
   auto it = find(p);
   if (it == blocks.end() || it->second.kind != Kind::managed) return record(abi::INVALID_VALUE);

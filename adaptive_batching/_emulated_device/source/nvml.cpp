@@ -8,7 +8,8 @@
 #define API extern "C" __attribute__((visibility("default")))
 
 extern "C" size_t emulated_used(int device);
-extern "C" int cudaGetDeviceCount(int* n);
+extern "C" int emulated_cards();
+extern "C" size_t emulated_taken_of_card(int card);
 extern "C" size_t emulated_context();
 extern "C" int cuDeviceTotalMem_v2(size_t* n, int device);
 extern "C" int cuDeviceGetName(char* to, int n, int device);
@@ -25,7 +26,7 @@ API int nvmlInit() { return NVML_SUCCESS; }
 API int nvmlInit_v2() { return NVML_SUCCESS; }
 API int nvmlInitWithFlags(unsigned) { return NVML_SUCCESS; }
 API int nvmlShutdown() { return NVML_SUCCESS; }
-API int nvmlDeviceGetCount_v2(int* n) { return cudaGetDeviceCount(n); }
+API int nvmlDeviceGetCount_v2(int* n) { *n = emulated_cards(); return NVML_SUCCESS; }
 API int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {
   unsigned domain, number = 1;
   sscanf(bus, "%x:%x", &domain, &number);
@@ -38,7 +39,8 @@ API int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) {
 }
 API int nvmlDeviceGetName(void* handle, char* to, unsigned n) { return cuDeviceGetName(to, int(n), index_of(handle)); }
 API int nvmlDeviceGetMemoryInfo(void* handle, Memory* to) {
-  size_t total = 0, used = emulated_used(index_of(handle)) + emulated_context();
+  size_t shared = emulated_taken_of_card(index_of(handle)), total = 0;
+  size_t used = shared ? shared : emulated_used(index_of(handle)) + emulated_context();
   cuDeviceTotalMem_v2(&total, index_of(handle));
   *to = {total, total - used, used};
   return NVML_SUCCESS;

@@ -136,9 +136,12 @@ bool memory_fault() {
 }  // namespace device
 
 // Devices
-API int cudaGetDeviceCount(int* n) { *n = settings().count; return abi::SUCCESS; }
+API int cudaGetDeviceCount(int* n) {
+  *n = visible_cards();
+  return *n ? abi::SUCCESS : record(abi::NO_DEVICE);
+}
 API int cudaSetDevice(int d) {
-  if (d < 0 || d >= settings().count) return record(abi::INVALID_DEVICE);
+  if (d < 0 || d >= visible_cards()) return record(abi::INVALID_DEVICE);
   current = d;
   return abi::SUCCESS;
 }
@@ -147,7 +150,20 @@ API int cudaDriverGetVersion(int* v) { *v = CUDA_MAJOR * 1000; return abi::SUCCE
 API int cudaRuntimeGetVersion(int* v) { *v = CUDA_MAJOR * 1000; return abi::SUCCESS; }
 API int cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return abi::SUCCESS; }
 API int cudaDeviceGetStreamPriorityRange(int* low, int* high) { *low = 0; *high = -5; return abi::SUCCESS; }
-API int cudaDeviceGetPCIBusId(char* to, int n, int d) { snprintf(to, n, "0000:%02x:00.0", d + 1); return abi::SUCCESS; }
+API int cudaDeviceGetPCIBusId(char* to, int n, int d) { snprintf(to, n, "0000:%02x:00.0", card_of(d) + 1); return abi::SUCCESS; }
+
+// From CUDA's programming guide, "Technical Specifications per Compute Capability"; memory in KiB
+struct Specification { int capability, shared_of_processor, shared_of_block, threads, blocks; };
+static const Specification& specification() {
+  static constexpr Specification all[] = {
+      {60, 64, 48, 2048, 32}, {61, 96, 48, 2048, 32}, {70, 96, 96, 2048, 32}, {75, 64, 64, 1024, 16},
+      {80, 164, 163, 2048, 32}, {86, 100, 99, 1536, 16}, {87, 164, 163, 1536, 16}, {89, 100, 99, 1536, 24},
+      {90, 228, 227, 2048, 32}, {120, 100, 99, 1536, 24}};  // 10.x as 9.0
+  const Specification* found = all;
+  for (auto& one : all) if (one.capability <= settings().capability) found = &one;
+  return *found;
+}
+size_t device::most_shared_of_block() { return size_t(specification().shared_of_block) << 10; }
 
 static int attribute(int which) {
   switch (which) {
@@ -156,14 +172,14 @@ static int attribute(int which) {
     case abi::MAX_GRID_DIM_X: return 2147483647;
     case abi::MAX_GRID_DIM_Y: case abi::MAX_GRID_DIM_Z: return 65535;
     case abi::MAX_SHARED_MEMORY_PER_BLOCK: return 49152;
-    case abi::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return settings().capability >= 90 ? 232448 : 166912;
-    case abi::MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: return settings().capability >= 90 ? 233472 : 167936;
-    case abi::RESERVED_SHARED_MEMORY_PER_BLOCK: return 1024;
+    case abi::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return specification().shared_of_block << 10;
+    case abi::MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: return specification().shared_of_processor << 10;
+    case abi::RESERVED_SHARED_MEMORY_PER_BLOCK: return settings().capability >= 80 ? 1024 : 0;
     case abi::WARP_SIZE: return 32;
     case abi::MAX_REGISTERS_PER_BLOCK: case abi::MAX_REGISTERS_PER_MULTIPROCESSOR: return 65536;
     case abi::MULTIPROCESSOR_COUNT: return settings().processors;
-    case abi::MAX_THREADS_PER_MULTIPROCESSOR: return 2048;
-    case abi::MAX_BLOCKS_PER_MULTIPROCESSOR: return 32;
+    case abi::MAX_THREADS_PER_MULTIPROCESSOR: return specification().threads;
+    case abi::MAX_BLOCKS_PER_MULTIPROCESSOR: return specification().blocks;
     case abi::CAPABILITY_MAJOR: return settings().capability / 10;
     case abi::CAPABILITY_MINOR: return settings().capability % 10;
     case abi::L2_CACHE_SIZE: return 40 * MIB;
@@ -175,7 +191,7 @@ static int attribute(int which) {
   }
 }
 API int cudaDeviceGetAttribute(int* value, int which, int d) {
-  if (d < 0 || d >= settings().count) return record(abi::INVALID_DEVICE);
+  if (d < 0 || d >= visible_cards()) return record(abi::INVALID_DEVICE);
   *value = attribute(which);
   return abi::SUCCESS;
 }
@@ -186,12 +202,12 @@ API int cudaDeviceGetAttribute(int* value, int which, int d) {
 API int cudaGetDeviceProperties(void* to, int d) {
   abi::DeviceProperties p = {};
   snprintf(p.name, sizeof p.name, "%s", settings().name);
-  p.uuid[0] = char(d + 1);
+  p.uuid[15] = char(card_of(d));  // as nvidia-smi writes it: GPU-...-000000000001
   p.total_global_mem = settings().memory;
   p.total_const_mem = 65536;
   p.mem_pitch = 2147483647;
   p.memory_bus_width = 5120;
-  p.pci_bus_id = d + 1;
+  p.pci_bus_id = card_of(d) + 1;
   p.major = attribute(abi::CAPABILITY_MAJOR);
   p.minor = attribute(abi::CAPABILITY_MINOR);
   p.multi_processor_count = attribute(abi::MULTIPROCESSOR_COUNT);
@@ -228,6 +244,7 @@ API const char* cudaGetErrorString(int error) {
     case abi::SUCCESS: return "no error";
     case abi::INVALID_VALUE: return "invalid argument";
     case abi::OUT_OF_MEMORY: return "out of memory";
+    case abi::NO_DEVICE: return "no CUDA-capable device is detected";
     case abi::INVALID_DEVICE: return "invalid device ordinal";
     case abi::NOT_READY: return "device not ready";
     case abi::ILLEGAL_ADDRESS: return "an illegal memory access was encountered";
@@ -242,6 +259,7 @@ API const char* cudaGetErrorName(int error) {
     case abi::SUCCESS: return "cudaSuccess";
     case abi::INVALID_VALUE: return "cudaErrorInvalidValue";
     case abi::OUT_OF_MEMORY: return "cudaErrorMemoryAllocation";
+    case abi::NO_DEVICE: return "cudaErrorNoDevice";
     case abi::INVALID_DEVICE: return "cudaErrorInvalidDevice";
     case abi::NOT_READY: return "cudaErrorNotReady";
     case abi::ILLEGAL_ADDRESS: return "cudaErrorIllegalAddress";
