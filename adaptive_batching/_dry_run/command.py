@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -45,7 +46,15 @@ from adaptive_batching._step_time.seconds import Correction
 from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code
+GRACE_OF_CLEANERS = 3.0  # seconds
 GRACE = 10  # seconds that a script has to end after an interrupt
+# Of which each process gets a card of its own
+_LAUNCHERS = (
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
+    "deepspeed", "tune", "trl", "axolotl", "adaptive-batching",
+)  # fmt: skip
+_STARTED = re.compile(r" --(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus)[= ](\d+) ")
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")  # remove shared memory that others have left
 HINT = 20  # seconds without a step after which a user hears of it
 BATCH_SIZE = "{batch_size}"  # in a command, for each of --batch-sizes
 _EXAMPLES = """examples:
@@ -264,8 +273,16 @@ def _devices(args: argparse.Namespace) -> int:
     """Return the cards asked for, or else one for each process that a launcher starts."""
     if args.devices is not None:
         return int(args.devices)
-    started = re.search(r" --(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus)[= ](\d+)\b", " ".join(args.command))
+    started = _STARTED.search(" ".join(["", *_of_launcher(args.command), ""]))
     return int(started[1]) if started else 1
+
+
+def _of_launcher(command: Sequence[str]) -> list[str]:
+    """Return the arguments of a launcher, without those of the script that it starts; none if there is no launcher."""
+    words = [word for part in command for word in part.split()]  # as in bash -c 'torchrun ...'
+    at = next((n for n, word in enumerate(words) if Path(word).name in _LAUNCHERS), len(words))
+    scripts = (n for n, word in enumerate(words) if word.endswith(".py") or (n > at and word in ("-m", "--module")))
+    return words[at + 1 : next(scripts, len(words))]
 
 
 def _environment(on_device: Mapping[str, str], notes: Path, steps: int, programs: Path) -> dict[str, str]:
@@ -286,6 +303,7 @@ def _end_of(
     begun = time.perf_counter()
     interrupted, waited = False, None
     output = sys.stderr if to_stderr else None
+    _adopt_orphans()
     with _interruptible():
         try:
             child = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output)
@@ -300,10 +318,55 @@ def _end_of(
             interrupted = True
             _interrupt(child)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            _end_all(child)
     return Ending(child.returncode, interrupted, time.perf_counter() - begun, waited)
+
+
+def _end_all(child: subprocess.Popen[bytes]) -> None:
+    """End all that a command has started, also in sessions of their own, as torchrun's workers are.
+
+    What removes the shared memory of processes that are gone ends by itself, and is given a moment for it.
+    """
+    deadline = time.monotonic() + GRACE_OF_CLEANERS
+    while left := _descendants(os.getpid()):
+        for process in left:
+            if time.monotonic() > deadline or not _is_cleaner(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            if process != child.pid:
+                with contextlib.suppress(ChildProcessError):  # not ours before its parent has ended
+                    os.waitpid(process, os.WNOHANG)
+        child.poll()
+        time.sleep(0.02)
+    child.wait()
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have, except what is not yet waited for."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(folder.name))
+    found = [*children.get(process, [])]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def _is_cleaner(process: int) -> bool:
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(name in command for name in _CLEANERS)
+
+
+def _adopt_orphans() -> None:
+    """Have what a script leaves running become a child of this process, by which it is found."""
+    set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 def _wait_for(child: subprocess.Popen[bytes], notes: Path, max_seconds: float) -> bool:

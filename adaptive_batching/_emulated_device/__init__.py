@@ -98,10 +98,12 @@ class EmulatedDevice:
             "LARGEST_COPY": self.largest_copy_bytes, "PROCESSORS": self.processors,
             "MACHINE": self.machine or "", "NAME": self.name, "CUDA": f"{_torch()[1]}.0",
         }  # fmt: skip
-        first = {
-            "LD_PRELOAD": f"{library}:{library.parent / 'libnvidia-ml.so.1'}",
-            "PYTHONPATH": str(Path(__file__).parent / "site"),
-        }
+        preloaded = [library, library.parent / "libnvidia-ml.so.1"]
+        first = {"PYTHONPATH": str(Path(__file__).parent / "site")}
+        if re.search(r"\s", str(library.parent)):  # LD_PRELOAD ends a path at a blank: names are looked for in folders
+            first["LD_LIBRARY_PATH"] = str(library.parent)
+            preloaded = [Path(path.name) for path in preloaded]
+        first["LD_PRELOAD"] = ":".join(map(str, preloaded))
         joined = {name: f"{value}:{inherited[name]}" if inherited.get(name) else value for name, value in first.items()}
         own = {f"EMULATED_DEVICE_{name}": str(value) for name, value in settings.items()}
         return {
@@ -142,6 +144,8 @@ def build() -> Path:
     stamps = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in (*callers, *replaced)]
     text = "".join([cuda, compiler, *stamps, *(path.read_text() for path in sources)])
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "adaptive_batching" / "emulated_device"
+    if set(";:") & set(str(cache)):
+        raise BuildError(f"the loader would split {cache} at ':' and ';'; set XDG_CACHE_HOME to another folder")
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
     library = folder / "libcuda.so.1"
     if library.exists():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.attention
 
-from adaptive_batching._emulated_device import EmulatedDevice, control
+from adaptive_batching._emulated_device import BuildError, EmulatedDevice, build, control
 from tests.conftest import ROOT
 
 GIB, MIB = 2**30, 2**20
@@ -423,6 +423,20 @@ kib = attribute(97) / 1024
 results = [device.cuFuncSetAttribute(None, 8, int(1024 * kib) + more) for more in (0, 1)]
 print(kib, attribute(39), results, cards, sep=";")
 """
+
+
+def test_a_blank_in_the_folder_of_caches_does_not_lose_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = build().parents[2], tmp_path / "my files"
+    other.mkdir()
+    (other / cache.name).symlink_to(cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other))
+    monkeypatch.delenv("LD_PRELOAD")
+    assert asked(EmulatedDevice(capability=(8, 9)))[0] == 99
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a:b"))
+    with pytest.raises(BuildError, match=r"a:b.*set XDG_CACHE_HOME"):
+        EmulatedDevice().environment()
 
 
 def asked(device: EmulatedDevice, **environment: str) -> list[Any]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -389,14 +388,23 @@ def test_why_memory_ran_out_is_told_where_it_is_clear(code: str, memory: str, be
     assert found["fits"] is False and because in cause
 
 
+def is_running(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Signals, tmp_path: Path) -> None:
     """Also where a shell has started it in the background, with interrupts ignored, as here."""
     code = """
 import subprocess, time, torch
+from multiprocessing.shared_memory import SharedMemory
 torch.zeros(2**20, device="cuda")
-child = subprocess.Popen(["sleep", "300"])
-print(child.pid, flush=True)
+children = [subprocess.Popen(["sleep", "300"], start_new_session=own) for own in (False, True)]
+shared = SharedMemory(create=True, size=8)
+print(*[child.pid for child in children], shared.name, flush=True)
 time.sleep(300)
 """
     (tmp_path / "train.py").write_text(code)
@@ -405,16 +413,12 @@ time.sleep(300)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )  # fmt: skip
     assert process.stdout is not None
-    child = int(process.stdout.readline())
+    *children, shared = process.stdout.readline().split()
     process.send_signal(by)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 4 and "cannot tell: interrupted" in printed and "4.0 MiB allocated" in printed
-    for _ in range(100):
-        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("a process of the script is left behind")
+    assert not [child for child in children if is_running(child)], "a process of the script is left behind"
+    assert not Path("/dev/shm", shared).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -423,6 +427,9 @@ time.sleep(300)
     [
         ("--memory 24 -- nosuchprogram", "nosuchprogram cannot be run"),
         ("--memory 24 -- deepspeed --num_gpus 40 x", "--devices 40 must be 1 to 16"),
+        ("--memory 24 -- python -m accelerate.commands.launch --num_processes=40 x.py", "--devices 40 must be"),
+        ("--memory 24 -- none/torchrun --nproc_per_node 2 x.py --num_processes 40", "none/torchrun cannot be run"),
+        ("--memory 24 -- none/python x.py --num_processes 40", "none/python cannot be run"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "give --sequence-length"),
         ("--memory 24 eleuther_eval --config eleuther_evaluation", "a dry run knows"),
     ],
@@ -432,6 +439,12 @@ def test_a_mistake_ends_in_one_line(arguments: str, words: str, tmp_path: Path) 
     printed, said = process.communicate(timeout=120)
     line = said.strip().splitlines()[-1]
     assert process.returncode == 2 and not printed and line.startswith("error: ") and words in line, said
+
+
+def test_a_script_that_loses_the_device_on_the_way_is_ended_before_it_finds_another(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('it runs')")
+    found, said = dry_run(tmp_path, "--memory", "24", "--", "env", "-u", "LD_PRELOAD", "python", "train.py")
+    assert found["fits"] is None and "the emulated device is not loaded" in found["why"] and "it runs" not in said
 
 
 def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

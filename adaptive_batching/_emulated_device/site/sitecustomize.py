@@ -1,5 +1,7 @@
 """Prepare torch in every Python process on the emulated device as soon as it is imported, and watch it if asked to."""
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -63,6 +65,19 @@ def _run_the_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _check_card() -> None:
+    """End a process that runs without the device: it might find a real one, or none."""
+    if "EMULATED_DEVICE_MEMORY" not in os.environ or hasattr(ctypes.CDLL(None), "emulated_counters"):
+        return
+    why = "the emulated device is not loaded, as LD_PRELOAD was changed on the way here; leave it as it is"
+    print(f"emulated device: {why}", file=sys.stderr, flush=True)
+    if watch := os.environ.get("EMULATED_DEVICE_WATCH_ERRORS"):
+        with contextlib.suppress(Exception):  # whatever is wrong with the report, this process ends
+            importlib.import_module(watch).note(f"LostDevice: {why}")
+    os._exit(1)
+
+
+_check_card()
 sys.meta_path.insert(0, _After("torch", _prepare_torch))
 sys.meta_path.insert(0, _After("torch._inductor.fx_passes.pad_mm", _prepare_padding))
 _start(os.environ.get("EMULATED_DEVICE_WATCH_ERRORS"))  # of a process that never imports torch
