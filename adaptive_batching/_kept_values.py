@@ -147,7 +147,7 @@ def hash_of(parameter: nn.Parameter) -> int:
 def shallow(container: Any) -> Any:
     if isinstance(container, dict):
         return dict(container)
-    return {*container} if isinstance(container, set) else [*container]
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def entries_of(container: Any) -> list[Any]:

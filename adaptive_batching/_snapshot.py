@@ -50,6 +50,7 @@ _NAMES_OF_DATA = ("dataset", "dataloader", "data_loader")  # which may be lists,
 _COPIED_PARAMETERS = 2**28  # bytes of parameters that are copied, the smallest first; others are only compared
 _LONG = 1000  # entries of a container beyond which its tensors are not copied, outside of models and optimizers
 _DATA = 20_000  # entries in such containers beyond which they are taken for data
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _NOTHING = object()
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
@@ -69,6 +70,7 @@ class Snapshot:
         elsewhere: Tensors whose values somebody else puts back, such as parameters that an optimizer steps.
         looks_into_long: False to leave out what is in containers of more than 1,000 entries, other than those of
             modules and optimizers.
+        looks_into_hooks: True to look into functions that objects and modules have, such as hooks.
         copies: Where copies of tensors go: ``"here"``, on the ``"host"``, or ``"nowhere"``, for a caller who keeps the
             values of :attr:`tensors`.
     """
@@ -81,10 +83,12 @@ class Snapshot:
         skipped: Iterable[nn.Module] = (),
         elsewhere: Iterable[torch.Tensor] = (),
         looks_into_long: bool = True,
+        looks_into_hooks: bool = False,
         copies: str = "here",
     ) -> None:
         self._elsewhere = {id(tensor) for tensor in elsewhere}
         self._left_in_long, self._is_in_long = _DATA if looks_into_long else 0, False
+        self._looks_into_hooks = looks_into_hooks
         self._follows_optimizers = False  # whose states are large, and which no forward or backward changes
         # Keeps what it has seen alive, so that no other object gets its number.
         self._seen: dict[int, Any] = {id(module): module for module in skipped}
@@ -121,6 +125,11 @@ class Snapshot:
     def tensors(self) -> list[torch.Tensor]:
         """Plain tensors whose values are kept, or are to be."""
         return [part for kept in self._kept for part in kept.parts]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters that have been seen."""
+        return [parameter for parameter, _ in self._parameters]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -185,8 +194,7 @@ class Snapshot:
             for module in owner.modules():
                 self._look_into_module(module)
         elif isinstance(owner, functools.partial):
-            for value in (owner.func, owner.args, owner.keywords):
-                self._look_into(value) if callable(value) else self._look_at(value, None)
+            self._look_at_or_into(owner)
         elif isinstance(owner, types.MethodType):
             self._look_into(owner.__self__)
             self._look_into(owner.__func__)
@@ -217,6 +225,8 @@ class Snapshot:
                     if parameter is not None and id(parameter) not in self._seen:
                         self._seen[id(parameter)] = parameter
                         self._parameters.append((parameter, (module, of_parameter)))
+                        for hooks in _HOOKS_OF_TENSORS if self._looks_into_hooks else ():
+                            self._look_at(getattr(parameter, hooks, None), None)
             elif name == "_modules":
                 self._containers.append((value, dict(value), None))
             else:
@@ -236,10 +246,15 @@ class Snapshot:
         if id(function) in self._seen:
             return
         self._seen[id(function)] = function
+        is_of_library = _library_of(function) in _LIBRARIES  # such as a decorator's, around a function of somebody else
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # it is still empty
-                self._cells.append((cell, cell.cell_contents))
-                self._look_at_or_into(cell.cell_contents)
+                if not is_of_library:
+                    self._cells.append((cell, cell.cell_contents))
+                if not is_of_library or callable(cell.cell_contents):
+                    self._look_at_or_into(cell.cell_contents)
+        if is_of_library:
+            return
         names = {name for code in _codes_of(function.__code__) for name in code.co_names}
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
@@ -249,10 +264,15 @@ class Snapshot:
         self._look_at(function.__dict__, None)
 
     def _look_at_or_into(self, value: Any) -> None:
-        """Look at what a function uses: also into other functions of the same people."""
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            if _library_of(value) not in _LIBRARIES:
-                self._look_into(value)
+        """Look at what a function uses: also into other functions."""
+        if isinstance(value, types.FunctionType):
+            self._look_into_function(value)
+        elif isinstance(value, types.MethodType):
+            self._look_at(value.__self__, None)
+            self._look_into_function(value.__func__)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._look_at_or_into(part)
         else:
             self._look_at(value, None)
 
@@ -274,6 +294,10 @@ class Snapshot:
         if isinstance(value, nn.Module):
             for module in value.modules():
                 self._look_into_module(module)
+            return
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if self._looks_into_hooks:
+                self._look_at_or_into(value)
             return
         if isinstance(value, nn.Parameter) and place is None:
             if not self._follows_optimizers:  # whose groups name what others put back
@@ -434,7 +458,10 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def _library_of(value: Any) -> str:
-    module = getattr(value if isinstance(value, types.FunctionType) else type(value), "__module__", None) or ""
+    if isinstance(value, types.FunctionType):  # whose __module__ is that of what it wraps
+        module = value.__globals__.get("__name__")
+    else:
+        module = getattr(type(value), "__module__", None)
     return str(module).partition(".")[0]
 
 

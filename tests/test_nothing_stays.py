@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batching import (
     AdaptiveBatchingConfig,
@@ -219,3 +223,155 @@ def test_views_of_weights_in_a_large_table_are_no_error() -> None:
     before = described([model, loss.rows])
     step.find_maximum_batch_size(torch.ones(1), upper=2, settings=BY_STEPS)
     assert described([model, loss.rows]) == before
+
+
+Sum = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Owner:
+    """Keeps what its loss has computed, out of sight as well, and learns a scale."""
+
+    class Hidden:
+        __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.scale, self.weight, self.hidden = nn.Parameter(torch.ones(())), torch.ones(()), self.Hidden()
+        self.hidden.total = torch.zeros(())
+        self.last: list[torch.Tensor] = []
+
+    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).sum() * self.scale * self.weight
+        self.weight = self.weight * 1.0
+        self.hidden.total += loss.detach()
+        self.last.append(loss)
+        return loss
+
+    def method(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return self(model, batch)
+
+
+def enclosing(scale: nn.Parameter | None = None) -> Sum:
+    weight, kept = torch.ones(()), dict[str, torch.Tensor]()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal weight
+        before = kept.get("sum", torch.zeros(())).detach()
+        kept["sum"] = model(batch).sum() * weight * (1.0 if scale is None else scale) + 0 * before
+        weight = weight * 1.0
+        return kept["sum"]
+
+    return loss
+
+
+WEIGHT, KEPT = torch.ones(()), dict[str, torch.Tensor]()
+
+
+def naming(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    global WEIGHT
+    KEPT["sum"] = model(batch).sum() * WEIGHT + KEPT.get("sum", torch.zeros(())).detach() * 0
+    WEIGHT = WEIGHT * 1.0
+    return KEPT["sum"]
+
+
+def with_hooks(model: nn.Module) -> Sum:
+    """A loss that is plain, of a model whose hooks add up what they see."""
+    sums, norms = dict[str, torch.Tensor](), [torch.zeros(())]
+
+    class Watch:
+        total = torch.zeros(())
+
+        def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.total = self.total + output.detach().sum()
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        sums["all"] = sums.get("all", 0.0) + output.detach().sum()
+        return output + 0 * sums["all"]
+
+    model.register_forward_hook(note)
+    model.register_forward_hook(Watch().note)
+    next(model.parameters()).register_hook(lambda gradient: norms.append(norms[-1] + gradient.norm()))
+    return lambda model, batch: model(batch).sum()  # type: ignore[no-any-return]
+
+
+def of_scale(make: Callable[[nn.Parameter], Sum]) -> tuple[Sum, list[nn.Parameter]]:
+    scale = nn.Parameter(torch.ones(()))
+    return make(scale), [scale]
+
+
+def of_owner(make: Callable[[Owner], Sum]) -> tuple[Sum, list[nn.Parameter]]:
+    owner = Owner()
+    return make(owner), [owner.scale]
+
+
+KEEPING: dict[str, Callable[[nn.Module], tuple[Sum, list[nn.Parameter]]]] = {
+    "object": lambda _: of_owner(lambda owner: owner),
+    "method": lambda _: of_owner(lambda owner: owner.method),
+    "closure": lambda _: of_scale(enclosing),
+    "closure around a method": lambda _: of_owner(lambda owner: lambda model, batch: owner.method(model, batch)),
+    "globals": lambda _: (naming, []),
+    "hooks": lambda model: (with_hooks(model), []),
+}
+
+
+def fake_tensors() -> list[Any]:
+    gc.collect()
+    return [value for value in gc.get_objects() if type(value) is FakeTensor]
+
+
+IN_LOOP = ("method", "globals", "hooks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_loop"), [*((kind, False) for kind in KEEPING), *((kind, True) for kind in IN_LOOP)]
+)
+def test_no_fake_tensor_stays_and_training_goes_on_as_without_a_probe(kind: str, in_loop: bool) -> None:
+    def trained(*, probes: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        loss, own = KEEPING[kind](model)
+        optimizer = torch.optim.AdamW([*model.parameters(), *own], weight_decay=0.1)
+        step = AdaptiveStep[torch.Tensor](model, optimizer, loss, count=len)
+        if probes and in_loop:
+            assert step.find_maximum_batch_size(SAMPLES[0], upper=2).search == "predict", "it was traced"
+        elif probes:
+            find_maximum_batch_size(model, optimizer, loss, lambda size: torch.stack(SAMPLES[:1] * size), upper=2)
+        assert not fake_tensors()
+        assert all(parameter.grad is None for parameter in (*model.parameters(), *own))
+        step(SAMPLES)
+        return [parameter.tolist() for parameter in (*model.parameters(), *own)]
+
+    assert trained(probes=True) == trained(probes=False)
+
+
+def test_a_count_that_is_a_method_is_put_back() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.seen = [torch.zeros(())]
+
+        def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+            self.seen.append(self.seen[-1] + batch.sum())
+            return (batch[:, 0] * 0 + 1).sum() + 0 * self.seen[-1]
+
+        def method(self, batch: torch.Tensor) -> torch.Tensor:
+            return self(batch)
+
+    model, counts = nn.Linear(4, 1), Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = AdaptiveStep[torch.Tensor](model, optimizer, lambda model, batch: model(batch).mean(), count=counts.method)
+    step.find_maximum_batch_size(SAMPLES[0], upper=2)
+    assert len(counts.seen) == 1 and not fake_tensors()
+
+
+def test_what_a_trace_leaves_out_of_sight_is_an_error_in_words() -> None:
+    module = types.ModuleType("kept")
+    module.total = torch.zeros(())  # type: ignore[attr-defined]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        module.total = module.total + model(batch).sum().detach()  # type: ignore[attr-defined]
+        return model(batch).sum()  # type: ignore[no-any-return]
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"put it back \(tensors: 1\), .* set search='binary_search'"):
+        find_maximum_batch_size(model, optimizer, loss, lambda size: torch.stack(SAMPLES[:1] * size), upper=2)
+    del module.total

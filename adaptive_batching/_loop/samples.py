@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
 
@@ -122,18 +123,22 @@ def as_sum(loss: Loss | Mean, count: Callable[[Any], torch.Tensor | float] | Non
     if count is None:
         return cast(Loss, loss)
 
-    def summed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-        number, mean = count(batch), cast(Mean, loss)(model, batch)
-        if not isinstance(mean, torch.Tensor) or mean.dim() > 0:
-            raise ConfigError(
-                f"loss returned {_described(mean)}; with count, it must return the mean of the batch's losses, a "
-                "scalar tensor"
-            )
-        # A mean of nothing is not a number. Of torch's losses it still has a gradient, of zero.
-        has_any = torch.as_tensor(number, device=mean.device) > 0
-        return torch.where(has_any, mean * number, 0 * mean.nan_to_num()), number
+    # Unlike a function that encloses the two, it can be copied with what these belong to.
+    return partial(_summed, cast(Mean, loss), count)
 
-    return summed
+
+def _summed(
+    loss: Mean, count: Callable[[Any], torch.Tensor | float], model: nn.Module, batch: Any
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    number, mean = count(batch), loss(model, batch)
+    if not isinstance(mean, torch.Tensor) or mean.dim() > 0:
+        raise ConfigError(
+            f"loss returned {_described(mean)}; with count, it must return the mean of the batch's losses, a "
+            "scalar tensor"
+        )
+    # A mean of nothing is not a number. Of torch's losses it still has a gradient, of zero.
+    has_any = torch.as_tensor(number, device=mean.device) > 0
+    return torch.where(has_any, mean * number, 0 * mean.nan_to_num()), number
 
 
 def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -241,13 +241,13 @@ class AdaptiveStep(Generic[Sample]):
         device, ranks = device_of(self._model), self._parallel.ranks
         unwrapped = self._parallel.without_ddp(self._model)
 
-        def forward_backward(model: nn.Module, batch: Any) -> None:
-            total, number = run_forward(self._loss, model, batch)
+        def forward_backward(loss: Loss, model: nn.Module, batch: Any) -> None:
+            total, number = run_forward(loss, model, batch)
             (total / number).backward()  # type: ignore[no-untyped-call]
 
-        def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+        def bind(model: nn.Module, optimizers: Sequence[Optimizer], loss: Loss) -> Run:
             is_real = model is unwrapped
-            of_batch = partial(forward_backward, self._model if is_real else model)
+            of_batch = partial(forward_backward, loss, self._model if is_real else model)
 
             def run(batch: Any) -> None:
                 if is_real:
@@ -262,10 +262,11 @@ class AdaptiveStep(Generic[Sample]):
 
             return run
 
-        self._record([sample], partial(forward_backward, self._model))
+        self._record([sample], partial(forward_backward, self._loss, self._model))
         step = TrainingStep(
             unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
-            owners=[self._loss], on_cuda=device.type == "cuda", holds_gradients=in_parts,
+            owners=[self._loss, self._collate], code=[self._loss], on_cuda=device.type == "cuda",
+            holds_gradients=in_parts,
         )  # fmt: skip
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)

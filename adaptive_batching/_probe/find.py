@@ -37,7 +37,7 @@ from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.reserved import ReservedPeaks
-from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.trace import num_left_behind, trace_step
 from adaptive_batching._trace.traced_step import TracedStep, TraceError
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._unused_memory import keep_freed_memory_on_the_host, little_to_collect
@@ -271,7 +271,7 @@ def find_maximum_batch_size(
         NotImplementedError: If the peak of a step cannot be measured on the model's device.
     """
 
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer], loss: Any) -> Run:
         def run(batch: Any) -> None:
             if (value := loss(model, batch)) is not None:
                 value.backward()  # type: ignore[no-untyped-call]
@@ -284,7 +284,9 @@ def find_maximum_batch_size(
 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    step = TrainingStep(model, optimizers, make_batch, bind, on_cuda=device.type == "cuda")
+    step = TrainingStep(
+        model, optimizers, make_batch, bind, owners=[loss, make_batch], code=[loss], on_cuda=device.type == "cuda"
+    )
     return find_largest(
         step, settings, memory_meter(device), ProbeRequest(upper, rounds=settings.round_to_power_of_two)
     )
@@ -382,13 +384,19 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
         return None
     start = time.perf_counter()
     log.info("tracing the training step twice to predict its memory")
+    traced = None
     try:
         traced = trace_step(step)
         log.info("traced in %.1f s", time.perf_counter() - start)
-        return traced
     except TraceError as error:
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # a real step takes more memory
         text = "memory is measured by real steps instead of predicted, because the training step cannot be traced (%s)"
         log.info(text, error, extra=ONLY_HERE)
-        return None
+    if number := num_left_behind():  # now that no traceback keeps them
+        raise ConfigError(
+            f"the loss or a hook keeps what it has computed where the probe cannot put it back (tensors: {number}), such "
+            "as in an attribute of a class or of a Python module, and what a prediction has computed has no values; "
+            "keep it in an attribute of an object, or set search='binary_search', which runs real steps alone"
+        )
+    return traced

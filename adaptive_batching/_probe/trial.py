@@ -107,7 +107,7 @@ class Trial:
 
     def measure_again(self, batch_size: int) -> Measurement:
         """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do."""
-        meter, run = self._meter, self._step.bind(self._step.model, self._step.optimizers)
+        meter, run = self._meter, self._step.bind(self._step.model, self._step.optimizers, *self._step.code)
         meter.reset_peak()
         retries_before, freed_before = meter.num_retries(), meter.num_freed_bytes()
         start = time.perf_counter()

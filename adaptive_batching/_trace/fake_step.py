@@ -34,6 +34,10 @@ from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
+class TraceMode(FakeTensorMode):
+    """Makes fake tensors that are known for those of a trace."""
+
+
 def record(step: TrainingStep, batch: Any, device: torch.device, *, notes_work: bool = False) -> StepRecord:
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
     with _with_nothing_that_needs_pointers():
@@ -67,7 +71,7 @@ def _with_nothing_that_needs_pointers() -> Iterator[None]:
 
 
 def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bool) -> StepRecord:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = TraceMode(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.
     # They, their gradients and the optimizer states may be on the host.
@@ -76,10 +80,11 @@ def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bo
     else:
         model, optimizers = _whole_copy(step.model, stepped, fake, device)
         kept, on_host = list(model.parameters()), False
+    code = _copies_of(step.code, (step.model, *stepped), (model, *optimizers), fake)
     for optimizer, original in zip(optimizers, stepped, strict=True):
         _complete(optimizer, original)
     with fake:
-        run = step.bind(model, optimizers)
+        run = step.bind(model, optimizers, *code)
         earlier, batch = (
             tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
         )
@@ -175,6 +180,21 @@ def _sharded_copy(
     for number, (root, copied) in enumerate(zip(models_of(model), models_of(copied_model), strict=True)):
         simulate(root, copied, of_copy, number, offloads=offloads)
     return copied_model, copied_optimizers, kept, offloads
+
+
+def _copies_of(code: Sequence[Any], originals: Sequence[Any], copies: Sequence[Any], fake: FakeTensorMode) -> list[Any]:
+    """Return copies of functions and objects of the user's, tied to those of models and optimizers.
+
+    What they keep of a trace, they keep in the copies. A function is its own copy.
+    """
+    memo: dict[int, Any] = {}
+    for original, copied in zip(originals, copies, strict=True):
+        memo[id(original)] = copied
+        if isinstance(original, nn.Module):
+            memo.update(zip(map(id, original.modules()), copied.modules(), strict=True))
+            memo.update(zip(map(id, original.parameters()), copied.parameters(), strict=True))
+    with FakeCopyMode(fake):
+        return copy.deepcopy(list(code), memo)
 
 
 def _as_parameter(tensor: torch.Tensor, original: torch.Tensor, fake: FakeTensorMode) -> nn.Parameter:

@@ -12,12 +12,15 @@ backward pass over fake CUDA tensors would abort it.
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batching._device import RandomState
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -42,14 +45,28 @@ def trace_step(step: TrainingStep, *, notes_work: bool = False) -> TracedStep:
 
     What the step asks of a device is noted only if ``notes_work``, since that takes half as long again.
     """
-    # A loss that keeps what it has computed would keep fake tensors.
-    around, random_state = Snapshot([step.model, *step.owners], copies="nowhere"), RandomState(torch.device("cpu"))
+    # What keeps what it has computed would keep fake tensors.
+    around = Snapshot([step.model, *step.owners], looks_into_hooks=True, copies="nowhere")
+    random_state = RandomState(torch.device("cpu"))
+    stepped = [p for optimizer in step.optimizers for group in optimizer.param_groups for p in group["params"]]
+    gradients = [(parameter, parameter.grad) for parameter in (*around.parameters, *stepped)]
     try:
         with without_hooks(step.optimizers):
             return _trace_step(step, notes_work)
     finally:
         around.put_back()
         random_state.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def num_left_behind() -> int:
+    """Return how many fake tensors of traces are still alive, because something keeps them out of sight."""
+    if (module := sys.modules.get("adaptive_batching._trace.fake_step")) is None:
+        return 0
+    gc.collect()
+    fake = [value for value in gc.get_objects() if type(value) is FakeTensor]
+    return sum(type(value.fake_mode) is module.TraceMode for value in fake)
 
 
 def _trace_step(step: TrainingStep, notes_work: bool) -> TracedStep:

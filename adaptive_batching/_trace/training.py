@@ -26,9 +26,9 @@ class TrainingStep:
     make_batch: Callable[[int], Any]
     """Batch size -> a batch of that many worst-case samples, as the loader would collate it."""
 
-    bind: Callable[[nn.Module, Sequence[Optimizer]], Run]
-    """(model, optimizers) -> a function that runs forward, backward, gradient clipping and the optimizer step on a
-    batch, and leaves no gradients behind. The trace binds copies, the trial the originals."""
+    bind: Callable[..., Run]
+    """(model, optimizers, *code) -> a function that runs forward, backward, gradient clipping and the optimizer step on
+    a batch, and leaves no gradients behind. The trace binds copies, the trial the originals."""
 
     discard: Callable[[], None] = lambda: None
     """Drops what an aborted step leaves behind, other than gradients."""
@@ -59,6 +59,9 @@ class TrainingStep:
 
     owners: Sequence[Any] = ()
     """Whatever else a step may change: a loss that is an object or encloses something, a trainer."""
+
+    code: Sequence[Any] = ()
+    """Of the owners, what ``bind`` takes besides: functions and objects of the user's, which a trace copies."""
 
 
 def models_of(model: nn.Module) -> list[nn.Module]:

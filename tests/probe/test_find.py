@@ -194,7 +194,7 @@ def test_a_loss_is_enough_to_ask_for_the_largest_batch(monkeypatch: pytest.Monke
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         find_module.find_maximum_batch_size(model, optimizer, loss, lambda size: torch.ones(size, 2), upper=3)
         step = asked.pop()
-        step.bind(model, step.optimizers)(step.make_batch(2))
+        step.bind(model, step.optimizers, *step.code)(step.make_batch(2))
         assert model.weight.grad is None
         weights.append(model.weight.tolist())
     assert weights == [[[0.0, 0.0]]] * 2

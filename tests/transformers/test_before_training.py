@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batching import ConfigError, DoesNotFitError
 from adaptive_batching._device import RandomState
@@ -98,3 +100,42 @@ def test_with_a_sharded_model_it_is_refused_in_one_line(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match=r"find\(\) would leave the model sharded; .*on_train_begin") as caught:
         ours.adaptive.find()
     assert "\n" not in str(caught.value)
+
+
+class Keeping(transformers.Trainer):
+    """Keeps what it has computed, in lists and by a hook, and computes with it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight, self.kept, self.sums = torch.ones(()), [torch.zeros(())], dict[str, torch.Tensor]()
+        self.model.register_forward_hook(self.note)
+        sums: dict[str, torch.Tensor] = {}
+
+        def note(module: Any, args: Any, output: Any) -> None:
+            sums["all"] = sums.get("all", 0.0) + output.logits.detach().sum()
+            output.loss = output.loss + 0 * sums["all"]
+
+        self.model.register_forward_hook(note)
+
+    def note(self, module: Any, args: Any, output: Any) -> None:
+        self.sums["all"] = self.sums.get("all", 0.0) + output.logits.detach().sum()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs) * self.weight
+        self.weight = self.weight * 1.0
+        self.kept.append(self.kept[-1] + loss.detach())
+        return loss + 0 * self.kept[-1]
+
+
+def test_no_fake_tensor_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -> None:
+    auto = AdaptiveArguments(micro_batch_size="auto")
+    probed = make_trainer(tmp_path / "a", auto, kind=Keeping, num_train_epochs=1)
+    assert probed.adaptive.find().probe.search == "predict", "the step was traced"
+    gc.collect()
+    assert not [value for value in gc.get_objects() if type(value) is FakeTensor]
+    assert probed.sums == {} and len(probed.kept) == 1
+    probed.train()
+    given = make_trainer(tmp_path / "b", auto, kind=Keeping, num_train_epochs=1)
+    trainers.without_probe(given, probed.adaptive._known.stored)
+    given.train()
+    assert_same(probed, given)
