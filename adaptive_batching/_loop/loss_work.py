@@ -25,6 +25,8 @@ from adaptive_batching._loop.samples import (
     device_of,
     run_forward,
 )
+from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._snapshot import rehearsal
@@ -35,11 +37,13 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.sharing import Sharing, gathered
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
+from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, percent
 
 log = logging.getLogger(__name__)
 
 _FEW = 32  # samples of which some show what computes over the batch
+_MOST_TOGETHER = 7  # of these
 
 Backward = Callable[[torch.Tensor], None]
 
@@ -163,8 +167,12 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def parameters(self) -> list[nn.Parameter]:
         return parameters_of(self._model, [self._optimizer])
 
-    def batch_dependent_module(self) -> str | None:
-        """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
+    def batch_dependent_module(self, most_tokens: int | None = None) -> str | None:
+        """Name what computes over the batch, a module of the model or the loss function; None if nothing does.
+
+        It is None as well where memory does not suffice for two samples at once. Then the first step in which they fit
+        compares gradients, as every audit does.
+        """
         if self._parts_add_up or DRY_RUN in os.environ:  # where all values are zero
             return None
         # Short samples show a dependence best. There are as many on every rank, as shards need the same forwards.
@@ -174,19 +182,35 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         few = few[: int(ranks.smallest(len(few)))] if failure else max(of_ranks, key=len)
         if len(few) < 2:
             return None
-        most = 7
-        while most > 2 and self._limit.max_tokens is not None and self.tokens(few[:most]) > self._limit.max_tokens:
-            most -= 1
-        most = int(ranks.smallest(most))
-        module = self._first_named(partial(self._what_does_not_add_up, few, most))
+        limits = [limit for limit in (self.max_tokens, self._limit.max_tokens, most_tokens) if limit is not None]
+        most = int(ranks.smallest(self._most_within(few, min(limits, default=None))))
+        is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
+        while not is_known and most > 2:
+            most = min(most - 1, 4)
+            is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
+        if not is_known:
+            log.warning(
+                "two samples do not fit in memory at once, so nothing shows whether the parts of a batch add up to it; "
+                "gradients are compared as soon as two do"
+            )
         self._parts_add_up = module is None
         return module
+
+    def _most_within(self, few: list[Sample], max_tokens: int | None) -> int:
+        """Return how many samples run together at the most, to see if they add up; at least two."""
+        most = min(len(few), _MOST_TOGETHER)
+        while most > 2 and max_tokens is not None and self.tokens(sum(self._groups_of(few, most), [])) > max_tokens:
+            most -= 1
+        return most
+
+    def _groups_of(self, few: list[Sample], most: int) -> list[list[Sample]]:
+        return in_groups(few, lambda sample: self.tokens([sample]), most=most)
 
     def _what_does_not_add_up(self, few: list[Sample], most: int) -> str | None:
         """Run groups of a few samples, and their union, of up to ``most``, and name what makes the difference."""
         if (module := find_batch_norm(self._model)) is not None:  # which may refuse a batch of one
             return module
-        groups = in_groups(few, lambda sample: self.tokens([sample]), most=most)
+        groups = self._groups_of(few, most)
         parameters = list(self._model.parameters())
         with rehearsal([self._model, self._loss], device_of(self._model)) as start_over:
             losses = losses_of_groups(groups, self._values_of, parameters, start_over, device_of(self._model))
@@ -201,7 +225,13 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         # The longest comes first in both batches, which have one shape.
         batches = [collated([first, second, second], self.collate) for second in (one, other)]
         forward = partial(run_forward, self._loss, self._model)
-        module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
+        try:
+            module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
+        except Exception as error:
+            if sharded_roots(self._model) or not is_out_of_memory(error):
+                raise
+            forget_frames(error)  # parts do not add up, which is known, if not where
+            module = None
         if module is not None:
             return module
         if losses.add_up:
@@ -218,15 +248,35 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         shares = self._parallel.ranks.size > 1 and sharded_roots(self._model)
         return self._parallel.ranks.gather(values)[0] if shares else values
 
-    def _first_named(self, find: Callable[[], str | None]) -> str | None:
-        """Return what ``find`` names on the first rank where it names something."""
+    def _first_named(self, find: Callable[[], str | None]) -> tuple[bool, str | None]:
+        """Return what ``find`` names on the first rank where it names something, and False if memory ran out on any."""
+
+        def found() -> tuple[bool, str | None]:
+            try:
+                return True, find()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                forget_frames(error)
+            release_cached_memory(device_of(self._model))
+            return False, None
+
         roots = sharded_roots(self._model)
         if roots:  # a rank that fails leaves the others within a forward: to tell them, it has to end
-            names = self._parallel.ranks.gather(find())
+            try:
+                found_on_ranks = self._parallel.ranks.gather((True, find()))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise DoesNotFitError(
+                    f"out of memory in a forward of up to {_MOST_TOGETHER} samples, which shows whether the parts of a "
+                    f"batch add up to it; set a smaller max_tokens, or {self.less_memory()}"
+                ) from error
             end_forward(roots)
         else:
-            names = self._parallel.ranks.all_results(find)
-        return next((name for name in names if name is not None), None)
+            found_on_ranks = self._parallel.ranks.all_results(found)
+        is_known = all(known for known, _ in found_on_ranks)
+        return is_known, next((name for _, name in found_on_ranks if name is not None), None)
 
 
 def nonzero(number: torch.Tensor) -> torch.Tensor:

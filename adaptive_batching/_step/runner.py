@@ -276,11 +276,12 @@ class StepRunner(Generic[Samples, P, R]):
             raise DoesNotFitError(
                 why or "out of memory on another rank, whose error says what would help"
             ) from outcome.error
-        self._check_that_parts_add_up()
         # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
         because = "" if cause is None else f": {cause}"
         told = ranks.gather(None if failed is None else (tokens, f"with {work.describe(failed)}{because}"))
         failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+        most_failed = max(tokens for tokens, _ in failures.values())
+        self._check_that_parts_add_up(most_failed)
         self._unit = work.unit(parts[0])
         self._failures += 1
         how = "as they were"
@@ -288,7 +289,7 @@ class StepRunner(Generic[Samples, P, R]):
             self.limit.num_recoveries += 1
             self._note_retry(samples, tokens)
         else:
-            self.limit.shrink(max(tokens for tokens, _ in failures.values()), fitted_before=fitted_before)
+            self.limit.shrink(most_failed, fitted_before=fitted_before)
             self._shrank = True
             how = f"with at most {self.limit.max_tokens} {self._unit} per forward{work.price_of_parts()}"
         on = ", ".join(what if ranks.size == 1 else f"on rank {rank} {what}" for rank, (_, what) in failures.items())
@@ -322,10 +323,10 @@ class StepRunner(Generic[Samples, P, R]):
         setting = None if self._work.device is None else allocator_advice(self._work.device)
         return cause_of(read_message(str(error)), self._starts, longer, setting)
 
-    def _check_that_parts_add_up(self) -> None:
+    def _check_that_parts_add_up(self, failed_tokens: int) -> None:
         work = self._work
         try:
-            module = work.batch_dependent_module()
+            module = work.batch_dependent_module(max(failed_tokens // 2, 1))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -115,8 +115,11 @@ class Work(ABC, Generic[Samples, P, R]):
         """Return why a part that ran out of memory cannot run again, whatever its size; None if it can."""
         return None
 
-    def batch_dependent_module(self) -> str | None:
-        """Name what computes over the batch, so that parts do not add up to it; None if nothing does."""
+    def batch_dependent_module(self, most_tokens: int | None = None) -> str | None:
+        """Name what computes over the batch, so that parts do not add up to it; None if nothing does.
+
+        To find out, no more than ``most_tokens`` may run at once, or two samples; None for no limit.
+        """
         return None
 
     # Words for messages

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from adaptive_batching._evidence import Losses, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._snapshot import rehearsal
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 IGNORED = -100
 """Label of a token that is no target."""
+
+_TRIES = (7, None), (4, None), (3, None), (2, None), (4, 16)
+"""Samples that run together, and tokens of each, None for all: fewer where memory runs out."""
 
 _NUMBER = 8.0  # that stands for num_items_in_batch: any would do
 _FEW = 64  # numbers of a tensor that tells samples apart, in whose length and number of targets they are alike
@@ -111,16 +115,23 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE
     """
     if DRY_RUN in os.environ:  # where all values are zero
         return kinds_of(trainer, collated(samples[:1], trainer.data_collator))[0], None
-    if ranks.size > 1:  # a rank that tries again would leave the others waiting
+    if ranks.size > 1 and is_sharded(trainer.model):  # a rank that tries again would leave the others waiting
         return _find_loss_kind(trainer, samples, ranks, most=4)
-    for most in (7, 4):
+    for most, longest in _TRIES if ranks.size == 1 else _TRIES[1:]:
+        found, failure = None, None
         try:
-            return _find_loss_kind(trainer, samples, ranks, most)
+            found = _find_loss_kind(trainer, samples, ranks, most, longest)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            failure = error
+        if not ranks.any(failure is not None):
+            assert found is not None
+            return found
+        if failure is not None:
+            forget_frames(failure)
         release_cached_memory(trainer.args.device)
-    return _find_loss_kind(trainer, samples, ranks, most=2)
+    raise DoesNotFitError.even_of_few("gradient_checkpointing=True, bf16=True, LoRA") from failure
 
 
 def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ranks: Ranks = ALONE) -> bool:
@@ -142,10 +153,12 @@ def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ran
     return ranks.all(adds_up)
 
 
-def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int) -> tuple[LossKind, str | None]:
+def _find_loss_kind(
+    trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int, longest: int | None = None
+) -> tuple[LossKind, str | None]:
     name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
     with rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
-        tried = _Trials(trainer, samples, start_over, most)
+        tried = _Trials(trainer, samples, start_over, most, longest)
         if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
             tried.check_that_ranks_are_alone(name, ranks)
         kind, losses = tried.kind()
@@ -194,7 +207,10 @@ _Ran = tuple[float, list[float]]
 
 
 class _Trials:
-    """Forwards of groups of samples, each from the state that ``start_over`` brings back."""
+    """Forwards of groups of samples, each from the state that ``start_over`` brings back.
+
+    Of texts no more than ``longest`` tokens run, where they have targets; None for all.
+    """
 
     def __init__(
         self,
@@ -202,9 +218,11 @@ class _Trials:
         samples: Sequence[Sample],
         start_over: Callable[[], None],
         most: int = 7,
+        longest: int | None = None,
         one_by_one_as: LossKind | None = None,
     ) -> None:
         self._trainer, self._start_over = trainer, start_over
+        self._length, self._window = 0, slice(0)
         self._of_a_step = list(samples[: trainer.args.per_device_train_batch_size])
         self.batch_norm = find_batch_norm(trainer.model.train())  # which may refuse a batch of one
         self._mode = trainer.model.train if self.batch_norm is None else trainer.model.eval
@@ -213,6 +231,8 @@ class _Trials:
             self._kinds, self._groups = [one_by_one_as], [[sample] for sample in samples]
             return
         self._kinds = kinds_of(trainer, collated(samples[:1], trainer.data_collator))
+        if longest is not None:
+            samples = self._of_one_length(samples, longest)
         self._groups = self._unlike_groups(samples, most)
 
     def kind(self, mode: Callable[[], nn.Module] | None = None) -> tuple[LossKind | None, Losses[_Ran]]:
@@ -242,7 +262,7 @@ class _Trials:
             return 1.0
         losses, group = [], self._groups[-1]
         self._begin()
-        batch = self._trainer._prepare_inputs(collated(group, self._trainer.data_collator))
+        batch = self._trainer._prepare_inputs(self._collated(group))
         own = self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
         for number in (own, None):
             self._begin()
@@ -257,9 +277,7 @@ class _Trials:
         self._begin()
         samples = [sample for group in self._groups for sample in group]
         first, one, other = samples[-1], samples[0], samples[min(1, len(samples) - 1)]
-        batches = [
-            trainer._prepare_inputs(collated([first, sample, sample], trainer.data_collator)) for sample in (one, other)
-        ]
+        batches = [trainer._prepare_inputs(self._collated([first, sample, sample])) for sample in (one, other)]
 
         def run(batch: Any) -> None:
             with trainer.compute_loss_context_manager():
@@ -319,7 +337,7 @@ class _Trials:
 
     def _forward(self, samples: list[Sample], number: Any) -> _Ran:
         trainer = self._trainer
-        batch = trainer._prepare_inputs(collated(samples, trainer.data_collator))
+        batch = trainer._prepare_inputs(self._collated(samples))
         numbers = [float(kind.count(batch, len(samples))) for kind in self._kinds]
         given = None if number is None else torch.as_tensor(number, device=trainer.args.device)
         # By this some losses divide what is a mean in a sum.
@@ -327,6 +345,35 @@ class _Trials:
         trainer.current_gradient_accumulation_steps = len(self._groups) if is_part else 1
         with trainer.compute_loss_context_manager():
             return float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=given)), numbers
+
+    def _collated(self, samples: Sequence[Sample]) -> Any:
+        batch = collated(samples, self._trainer.data_collator)
+        for key, value in batch.items() if self._length else ():
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self._length:
+                batch[key] = value[:, self._window]
+        return batch
+
+    def _of_one_length(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
+        """Return those samples that have the most common length, and have a window of their tokens run.
+
+        It is the one in which they have the most targets.
+        """
+        by_length: dict[int, list[tuple[Sample, torch.Tensor]]] = {}
+        for sample in samples:
+            batch = collated([sample], self._trainer.data_collator)
+            ids = batch.get("input_ids")
+            if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+                of_tokens = (batch.get(self._kinds[0].key), batch.get("attention_mask"), ids)
+                whose = next(value for value in of_tokens if value is not None and value.shape == ids.shape)
+                by_length.setdefault(ids.shape[1], []).append((sample, whose[0] > 0))
+        if not by_length:
+            return list(samples)
+        self._length, alike = max(by_length.items(), key=lambda each: len(each[1]))
+        longest = min(longest, self._length)
+        in_windows = torch.stack([counts for _, counts in alike]).sum(0).unfold(0, longest, 1).sum(1)
+        start = int(in_windows.argmax())
+        self._window = slice(start, start + longest)
+        return [sample for sample, _ in alike]
 
     def _as_sums(self, kind: LossKind, ran: _Ran) -> list[float]:
         loss, number = ran[0], ran[1][self._kinds.index(kind)]
@@ -336,9 +383,9 @@ class _Trials:
 
     def _unlike_groups(self, samples: Sequence[Sample], most: int) -> list[list[Sample]]:
         """Return groups of short samples with targets, unlike in length, number of targets and labels if possible."""
-        trainer, groups_seen = self._trainer, []
+        groups_seen = []
         for sample in samples:
-            batch = collated([sample], trainer.data_collator)
+            batch = self._collated([sample])
             tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
             numbers = tuple(float(kind.count(batch, 1)) for kind in self._kinds)
             labels = tensors.get(self._kinds[0].key, torch.empty(0))

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from adaptive_batching import AdaptiveStep, memory_meter
 from adaptive_batching._memory import _status
 from tests.conftest import ROOT
+from tests.support.alike_samples import trained_alike
 from tests.support.environment import TAME_MALLOC
 from tests.support.garbage import quicken_collections
 from tests.support.small_model import VOCABULARY, Sample, make_data, make_model
@@ -40,6 +41,26 @@ def test_a_long_sample_does_not_end_a_plain_loop_and_changes_no_loss() -> None:
     assert free["recoveries"] == 0
     assert limited["recoveries"] >= 1, "the limit was met"
     assert limited["losses"] == pytest.approx(free["losses"], rel=1e-4)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("host", "cases"),
+    [
+        ("loop", [(1, None), (2, None), (3, None), (1, 1), (2, 2), (3, 3)]),
+        ("trainer", [(1, None), (2, None), (3, 3)]),
+    ],
+)
+def test_samples_of_one_length_of_which_few_fit_train_as_without_a_limit(
+    host: str, cases: list[tuple[int, int | None]]
+) -> None:
+    """Neither is it a reason to stop that those which show if parts add up do not fit together."""
+    expected, found = trained_alike(host, cases)
+    assert [tuple(each["case"]) for each in found] == cases
+    for each in found:
+        assert each["fit"] == [True, False], "so many fit by themselves, and no more"
+        assert each["losses"] == pytest.approx(expected, rel=1e-5), each["case"]
+        assert (each["recoveries"] > 0) == (each["case"][1] is None), each["case"]
 
 
 def train(data: list[Sample], *, limited: bool) -> dict[str, Any]:

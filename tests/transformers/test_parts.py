@@ -120,3 +120,16 @@ def test_memory_of_the_host_that_runs_out_before_training_has_fewer_samples_meas
         assert next(left, None) is None
     clean, short = trainers_made
     assert [each.get("loss") for each in logged(short)] == [each.get("loss") for each in logged(clean)]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "BertForSequenceClassification"])
+def test_a_loss_is_looked_at_in_a_few_tokens_where_two_samples_do_not_fit(kind: str, tmp_path: Path) -> None:
+    """All have one length, and labels, if those are of tokens, at their ends."""
+    data = [{"input_ids": ids, "labels": [-100] * 20 + ids[20:]} for ids in ([n, *range(2, 42)] for n in range(1, 17))]
+    settings = {"data": data, "num_train_epochs": 1}
+    stock = trained(tmp_path / "stock", **of_kind(kind, **settings))
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=1), **of_kind(kind, **settings))
+    short = OutOfMemory(ours.model, 2 * 41 - 1, in_training=False)
+    ours.train()
+    assert short.failures > 0
+    assert_alike(ours, stock)
