@@ -323,8 +323,8 @@ class AdaptiveRun:
             )  # fmt: skip
             if step.sharing is None and rebalances(trainer.args):
                 raise ConfigError(
-                    "train_sampling_strategy='batch_rebalance' needs the lengths of samples, and those of images are "
-                    "not known; set it to 'random'"
+                    "train_sampling_strategy='batch_rebalance' needs the lengths of samples, which are unknown for "
+                    "images, and does not go with neftune_noise_alpha; set it to 'random'"
                 )
             step.get_ready(samples)
             random_state.put_back()

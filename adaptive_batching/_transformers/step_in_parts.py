@@ -124,7 +124,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.limit = TokenLimit()
         """What has run, and what has run out of memory."""
 
-        self.joins_batches = joins_batches
+        # NEFTune scales its noise by the length of a batch: a sample shares a forward only with others of its batch.
+        self._noisy = [module for module in trainer.model.modules() if hasattr(module, "neftune_noise_alpha")]
+        self._batch_of: dict[int, int] = {}  # by the identity of a sample
+        self.joins_batches = joins_batches and not self._noisy
         """True if samples of several batches may run together."""
 
         self._trainer, self._dependent_module = trainer, dependent_module
@@ -136,7 +139,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.sharing: Sharing | None = None
         """How the samples of a step are shared out among ranks; None if each keeps its own."""
 
-        if balances_ranks and ranks.size > 1 and isinstance(size, ByLength) and length is not None:
+        if balances_ranks and self.joins_batches and ranks.size > 1 and isinstance(size, ByLength) and length:
             self.sharing = Sharing(ranks, trainer.model, waits=bool(self.models))
         self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
         self._label: str | None = None  # the field of a sample that is its only target
@@ -173,6 +176,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
         """
         self.samples = [sample for batch in inputs.batches for sample in batch]
+        self._batch_of = {id(sample): number for number, batch in enumerate(inputs.batches) for sample in batch}
         self._forward_backward = forward_backward
         saved = _metrics_of(self._trainer)
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
@@ -297,7 +301,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             raise NoRowError(f"its loss is {kind}, and a row has tokens")
         if self._length is None:
             raise NoRowError("the tokens of a sample are not known")
-        if getattr(self._trainer, "neftune_noise_alpha", None) is not None:
+        if self._noisy:
             raise NoRowError("neftune_noise_alpha scales noise by the length of a row")
         row = self._row_of(collated(samples, self.collate), ())
         targets = tuple(key for key in targets if key in row.inputs and "shift_labels" not in row.inputs)
@@ -435,9 +439,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
         self._numbers = [*map(float, numbers)]
         total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
+        noise = self._noise_of(weighted)
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run_row, batch, row, number, total, len(weighted), part)
-            for part, (batch, row), number in zip(weighted, made, numbers, strict=True)
+            partial(self._run_row, batch, row, number, total, len(weighted), part, noise[at])
+            for at, (part, (batch, row), number) in enumerate(zip(weighted, made, numbers, strict=True))
         ]
         runs += [self._run_filler] * (len(parts) - len(weighted))
         return [partial(self._run_alike, run) for run in runs]
@@ -497,11 +502,41 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
 
+    def _noise_of(self, parts: Sequence[Part]) -> list[float]:
+        """Return what NEFTune's noise is multiplied by in each of ``parts``, so that it is that of whole batches.
+
+        It is divided by the root of the length to which samples are padded, which is that of the longest in a batch.
+        """
+        if not self._noisy:
+            return [1.0] * len(parts)
+        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        lengths = [float(batch[name].shape[-1]) if name in batch else 1.0 for batch in self._batches]
+        batches = [self._batch_of.get(id(part.samples[0]), -1) for part in parts]
+        of_batch = [[lengths[at] for at, other in enumerate(batches) if other == batch] for batch in batches]
+        join = max if self.pads else math.fsum  # of what is laid end to end, the length is that of all samples
+        return [math.sqrt(length / join(others)) for length, others in zip(lengths, of_batch, strict=True)]
+
+    @contextlib.contextmanager
+    def _with_noise(self, factor: float) -> Iterator[None]:
+        """Have NEFTune multiply its noise by ``factor`` inside."""
+        before = [module.neftune_noise_alpha for module in self._noisy]
+        for module, alpha in zip(self._noisy, before, strict=True):
+            module.neftune_noise_alpha = factor * alpha
+        try:
+            yield
+        finally:
+            for module, alpha in zip(self._noisy, before, strict=True):
+                module.neftune_noise_alpha = alpha
+
     def _run_row(
-        self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part
+        self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part, noise: float
     ) -> torch.Tensor:
         is_timed = isinstance(self.size, ByLength) and not _snapshot.rehearsing  # as in an audit
-        with self._around(row), self._timer.around(part) if is_timed else contextlib.nullcontext():
+        with (
+            self._with_noise(noise),
+            self._around(row),
+            self._timer.around(part) if is_timed else contextlib.nullcontext(),
+        ):
             return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
 
     def _observe(self, part: Part, seconds: float) -> None:

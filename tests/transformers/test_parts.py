@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from adaptive_batching import DoesNotFitError
 from adaptive_batching.transformers import AdaptiveArguments
@@ -133,3 +134,51 @@ def test_a_loss_is_looked_at_in_a_few_tokens_where_two_samples_do_not_fit(kind: 
     ours.train()
     assert short.failures > 0
     assert_alike(ours, stock)
+
+
+class Noise(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Measures the noise that is added to embeddings in training, in each forward pass that has some."""
+
+    def __init__(self) -> None:
+        self.scales: list[tuple[torch.Size, float]] = []
+
+    def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        model.get_input_embeddings().register_forward_hook(self.measure)
+
+    def measure(self, embedding: Any, given: Any, output: torch.Tensor) -> None:
+        [ids] = given
+        if noise := float((output - embedding.weight[ids]).abs().max()):
+            self.scales.append((ids.shape, noise))
+
+
+@pytest.mark.parametrize(
+    ("ours", "most_tokens"),
+    [(auto(), 60), (AdaptiveArguments(micro_batch_size=2), 0), (AdaptiveArguments(micro_batch_size=8), 60)],
+    ids=["auto", "a number", "recovery"],
+)
+def test_noise_of_neftune_is_as_large_in_parts_as_in_whole_batches(
+    ours: AdaptiveArguments, most_tokens: int, tmp_path: Path
+) -> None:
+    """It is divided by the root of the length to which a batch is padded: here, of short samples and of longer ones."""
+    data = sorted(trainers.make_data(16), key=lambda sample: len(sample["input_ids"]))
+    settings: dict[str, Any] = dict(
+        data=data, neftune_noise_alpha=5.0, gradient_accumulation_steps=2, train_sampling_strategy="sequential"
+    )
+    watched: list[list[tuple[torch.Size, float]]] = []
+    for name, arguments in {"stock": None, "ours": ours}.items():
+        noise = Noise()
+        trainer = make_trainer(tmp_path / name, arguments, callbacks=[noise], num_train_epochs=1, **settings)
+        if arguments is not None and arguments.micro_batch_size == "auto":
+            without_probe(trainer, most_tokens)
+        elif arguments is not None and most_tokens:
+            OutOfMemory(trainer.model, most_tokens)
+        trainer.train()
+        watched.append(noise.scales)
+    stock, split = watched
+    assert len(stock) == 2 and len(split) > 4 and len({shape for shape, _ in split}) > 2
+    expected = [scale for _, scale in stock]
+    assert expected[0] > 1.2 * expected[1]
+    for _, scale in split:
+        assert min(abs(scale / each - 1) for each in expected) < 0.1
+    for each in expected:
+        assert any(abs(scale / each - 1) < 0.1 for _, scale in split)
