@@ -38,7 +38,7 @@ from adaptive_batching._step.sharing import Sharing, gathered
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._unused_memory import release_cached_memory
-from adaptive_batching._values import DRY_RUN, ConfigError, percent
+from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,25 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def forward(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of ``samples``, with its graph, and their number."""
-        return run_forward(self._loss, self._model, collated(samples, self.collate))
+        try:
+            batch = collated(samples, self.collate)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._check_left_out(samples, error)
+            raise
+        return run_forward(self._loss, self._model, batch)
+
+    def _check_left_out(self, samples: Sequence[Sample], error: Exception) -> None:
+        """Raise ConfigError if all samples of the step can be collated, and these by themselves cannot."""
+        try:
+            collated(self.samples, self.collate)
+        except Exception:
+            return
+        raise ConfigError(
+            f"collate fails on {len(samples)} of the step's {len(self.samples)} samples by themselves "
+            f"({type(error).__name__}: {first_line(error)}), and not on all of them, as where it leaves out samples; "
+            "leave them out before they are passed to the step"
+        ) from error
 
     def parameters(self) -> list[nn.Parameter]:
         return parameters_of(self._model, [self._optimizer])
@@ -199,7 +217,9 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def _most_within(self, few: list[Sample], max_tokens: int | None) -> int:
         """Return how many samples run together at the most, to see if they add up; at least two."""
         most = min(len(few), _MOST_TOGETHER)
-        while most > 2 and max_tokens is not None and self.tokens(sum(self._groups_of(few, most), [])) > max_tokens:
+        while most > 2 and max_tokens is not None:
+            if self.tokens([sample for group in self._groups_of(few, most) for sample in group]) <= max_tokens:
+                break
             most -= 1
         return most
 

@@ -17,6 +17,8 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._kept_values import holder_of
+from adaptive_batching._loop.samples import collated
+from adaptive_batching._values import ConfigError
 
 Sample = Any
 
@@ -78,6 +80,8 @@ def length_function(
         if {*together, *longest} <= sample.keys():
 
             def length(sample: Sample, together: Any = together, longest: Any = longest) -> int:
+                if sample is None:  # which a collate function leaves out
+                    return 0
                 tokens = sum(len(sample[key]) for key in together) + max([len(sample[key]) for key in longest] or [0])
                 return tokens if at_most is None or not longest else min(tokens, at_most)
 
@@ -112,6 +116,45 @@ class PairLength:
         shares = zip(sizes, self._most, strict=True)
         longest: int = max(-(-size * sum(self._most) // max(most, 1)) for size, most in shares)
         return longest
+
+
+def rows_of(batch: Any) -> int:
+    """Return the rows of a batch, by its labels or else its first tensor; 0 if there is no batch."""
+    if batch is None or not len(batch):
+        return 0
+    values = [batch.get("labels"), *batch.values()] if isinstance(batch, Mapping) else []
+    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.dim() > 0), 1)
+
+
+def without_left_out(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> list[Sample]:
+    """Return those of ``samples`` that a collate function makes a batch of: it may leave others out, and fail on these.
+
+    Raises:
+        Exception: The error of ``collate`` if it fails on a sample among others, too, or on all of them.
+    """
+    kept: list[Sample] = []
+    failed: list[tuple[Sample, Exception | None]] = []
+    for sample in samples:
+        try:
+            if rows_of(collated([sample], collate)):
+                kept.append(sample)
+            else:
+                failed.append((sample, None))
+        except Exception as error:  # of an empty batch, as a rule
+            failed.append((sample, error))
+    for sample, error in failed:
+        if kept and is_left_out([sample], kept[:1], collate):
+            continue
+        raise error or ConfigError("data_collator leaves out every sample that it was given, so that no batch is left")
+    return kept
+
+
+def is_left_out(samples: Sequence[Sample], other: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> bool:
+    """Return True if a collate function makes the same rows of ``samples`` and ``other`` as of ``other`` alone."""
+    try:
+        return rows_of(collated([*samples, *other], collate)) == rows_of(collated(other, collate))
+    except Exception:
+        return False
 
 
 def count_numbers(batch: Mapping[str, Any]) -> int:

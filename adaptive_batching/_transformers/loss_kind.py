@@ -24,7 +24,7 @@ from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
-from adaptive_batching._transformers.handed_out import Sample, alone, replaced
+from adaptive_batching._transformers.handed_out import Sample, alone, replaced, rows_of
 from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 from adaptive_batching._without_chance import WithoutChance
@@ -55,13 +55,22 @@ class LossKind:
     key: str = "labels"
     """The part of the batch that has the targets or weights."""
 
+    rows: int = 0
+    """Rows of a batch for each sample, where it is by these that samples are counted: a collate function may leave some
+    out. 0 where a batch has other rows."""
+
     factor: float = 1.0
     """What Trainer multiplies a mean by if it passes ``num_items_in_batch``: the number of ranks, as a rule."""
 
     def count(self, batch: Mapping[str, Any], num_samples: int) -> int | torch.Tensor:
         """Return the number of losses in a batch, or the sum of their weights."""
         if self.of == "samples":
-            return num_samples
+            return rows_of(batch) // self.rows if self.rows else num_samples
+        if self.key not in batch and not (self.key == "labels" and "shift_labels" in batch):
+            raise ConfigError(
+                f"a batch has no {self.key!r}, and the loss is {self}: those before training had it, and this one has "
+                f"{', '.join(map(repr, batch))}; have data_collator add {self.key!r} to every batch"
+            )
         is_shifted = self.key == "labels" and "shift_labels" in batch
         values = batch["shift_labels" if is_shifted else self.key]
         if self.of.startswith("shifted") and not is_shifted:
@@ -144,7 +153,7 @@ def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ran
         return True
     try:
         with rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
-            tried = _Trials(trainer, samples, start_over, one_by_one_as=replace(kind, factor=1.0))
+            tried = _Trials(trainer, samples, start_over, one_by_one_as=replace(kind, factor=1.0, rows=0))
             adds_up = tried.kind()[0] is not None
     except Exception as error:  # of a collate function that takes no samples of different kinds
         if is_out_of_memory(error):
@@ -189,7 +198,7 @@ def _find_loss_kind(
                 "that each part of a batch would change it for the next; change them once in each step, or train "
                 "without adaptive"
             )
-        kind = replace(kind, factor=tried.factor(kind))
+        kind = replace(kind, factor=tried.factor(kind), rows=tried.rows_of_sample() if kind.of == "samples" else 0)
     log.info("the loss of %s is %s", name, kind)
     batches = trainer.args.gradient_accumulation_steps
     if batches > 1 and not kind.takes_number and _adds_means_up(trainer):
@@ -230,10 +239,13 @@ class _Trials:
         if one_by_one_as is not None:
             self._kinds, self._groups = [one_by_one_as], [[sample] for sample in samples]
             return
-        self._kinds = kinds_of(trainer, collated(samples[:1], trainer.data_collator))
+        batches = [collated([sample], trainer.data_collator) for sample in samples]
+        in_all = set.intersection(*({*batch} for batch in batches))  # batches of unlike data may have unlike keys
+        self._kinds = kinds_of(trainer, {key: value for key, value in batches[0].items() if key in in_all})
         if longest is not None:
             samples = self._of_one_length(samples, longest)
-        self._groups = self._unlike_groups(samples, most)
+            batches = [self._collated([sample]) for sample in samples]
+        self._groups = self._unlike_groups(samples, batches, most)
 
     def kind(self, mode: Callable[[], nn.Module] | None = None) -> tuple[LossKind | None, Losses[_Ran]]:
         """Return the first kind that fits all losses, if one does, and the losses; ``mode`` sets that of the model."""
@@ -381,11 +393,18 @@ class _Trials:
             return [loss]
         return [loss * number if number else 0.0, number]  # the mean of nothing is NaN
 
-    def _unlike_groups(self, samples: Sequence[Sample], most: int) -> list[list[Sample]]:
+    def rows_of_sample(self) -> int:
+        """Return the rows of a batch for each sample; 0 if that differs."""
+        batches = [(collated(group, self._trainer.data_collator), len(group)) for group in self._groups]
+        rows = {rows_of(batch) / number for batch, number in batches}
+        return int(min(rows)) if len(rows) == 1 and len({number for _, number in batches}) > 1 else 0
+
+    def _unlike_groups(
+        self, samples: Sequence[Sample], batches: Sequence[Mapping[str, Any]], most: int
+    ) -> list[list[Sample]]:
         """Return groups of short samples with targets, unlike in length, number of targets and labels if possible."""
         groups_seen = []
-        for sample in samples:
-            batch = self._collated([sample])
+        for sample, batch in zip(samples, batches, strict=True):
             tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
             numbers = tuple(float(kind.count(batch, 1)) for kind in self._kinds)
             labels = tensors.get(self._kinds[0].key, torch.empty(0))

@@ -38,7 +38,9 @@ from adaptive_batching._transformers.handed_out import (
     StepInputs,
     alone,
     has_decoder,
+    is_left_out,
     replaced,
+    rows_of,
 )
 from adaptive_batching._transformers.loss_kind import IGNORED, LossKind
 from adaptive_batching._transformers.row_of_samples import (
@@ -243,9 +245,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     # Rows
 
     def row(self, samples: Sequence[Sample]) -> tuple[Any, Row | None]:
-        """Return samples as a batch, and as a row if they are laid end to end."""
-        batch = collated(samples, self.collate)
-        if not self.in_rows:
+        """Return samples as a batch, None if all of them are left out, and as a row if they are laid end to end."""
+        batch = self._collated(samples)
+        if not self.in_rows or batch is None:
             return batch, None
         try:
             row = self._row_of(batch, self._targets)
@@ -255,6 +257,15 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             self._has_warned = True
             return batch, None
         return row.counted, row
+
+    def _collated(self, samples: Sequence[Sample]) -> Any:
+        try:
+            batch = collated(samples, self.collate)
+        except Exception:
+            if not is_left_out(samples, self._filler, self.collate):
+                raise
+            return None
+        return batch if rows_of(batch) else None
 
     def _row_of(self, batch: Any, targets: Sequence[str]) -> Row:
         return row_of(batch, targets, taught=(self.kind.key, "labels", "shift_labels"))
@@ -431,21 +442,36 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]
         made = [
-            (collated(part.samples, self.collate), None) if isinstance(part, CollatedPart) else self.row(part.samples)
+            (part, self._collated(part.samples), None)
+            if isinstance(part, CollatedPart)
+            else (part, *self.row(part.samples))
             for part in weighted
         ]
-        self._batches, self._rows = [batch for batch, _ in made], [row for _, row in made]
-        counted = zip(self._batches, [len(part.samples) for part in weighted], strict=True)
-        numbers = [self.kind.count(batch, num_samples) for batch, num_samples in counted]
+        made = [(part, batch, row) for part, batch, row in made if batch is not None]
+        self._batches, self._rows = [batch for _, batch, _ in made], [row for *_, row in made]
+        numbers = [self.kind.count(batch, len(part.samples)) for part, batch, _ in made]
         self._numbers = [*map(float, numbers)]
         total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
-        noise = self._noise_of(weighted)
+        noise = self._noise_of([part for part, *_ in made])
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run_row, batch, row, number, total, len(weighted), part, noise[at])
-            for at, (part, (batch, row), number) in enumerate(zip(weighted, made, numbers, strict=True))
+            partial(self._run_row, batch, row, number, total, len(made), part, times)
+            for (part, batch, row), number, times in zip(made, numbers, noise, strict=True)
         ]
+        given = sum(len(part.samples) for part in weighted)
+        if self._num_drawn is not None and self.kind.rows and sum(numbers) != given:
+            runs[:1] = [self._refuse_to_leave_out]  # within a run, whose error other ranks are told
+        runs += [self._run_nothing] * (len(weighted) - len(made))
         runs += [self._run_filler] * (len(parts) - len(weighted))
         return [partial(self._run_alike, run) for run in runs]
+
+    def _run_nothing(self) -> torch.Tensor:
+        return self._run_filler() if self.models else torch.zeros((), device=self._trainer.args.device)
+
+    def _refuse_to_leave_out(self) -> torch.Tensor:
+        raise ConfigError(
+            "data_collator leaves out samples, and devices share out those of a step, by whose number the loss is a "
+            "mean; leave them out of train_dataset, or set balance_ranks=False"
+        )
 
     def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         for unit in self._gathered_first:
@@ -556,9 +582,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             # Filled in on the device, which takes no wait, and may run out of memory as the part may.
             return self._forward_backward(batch, torch.full((), total, device=trainer.args.device))
         if number == 0 and total != 0:  # the mean of nothing is NaN
-            if self.models:
-                return self._run_filler()
-            return torch.zeros((), device=trainer.args.device)
+            return self._run_nothing()
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
         share = float(number) / float(total) if total != 0 else 1.0
         trainer.current_gradient_accumulation_steps = 1 / (share * self.kind.factor)

@@ -151,7 +151,7 @@ def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimiz
 
 
 def without_ddp(trainer: Any, model: nn.Module) -> nn.Module:
-    """Return ``model`` as Accelerate has prepared it, without DDP, which would communicate in each forward and backward.
+    """Return ``model`` as Accelerate has prepared it, without DDP, which would communicate in each part.
 
     Accelerate compiles what DDP wraps together with DDP; without it, the model is compiled by itself.
     """

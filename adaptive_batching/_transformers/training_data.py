@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import SeedableRandomSampler
@@ -21,6 +21,7 @@ from adaptive_batching._transformers.handed_out import (
     has_decoder,
     length_function,
     reading,
+    without_left_out,
 )
 from adaptive_batching._transformers.refusals import check_loader
 
@@ -60,7 +61,8 @@ class TrainingData:
         with reading(loader.dataset, trainer.args.device):
             count = len(loader.dataset)
             few = min(count, _TO_MEASURE)
-            self.some = [self._sample(number * count // few) for number in range(few)]
+            some = [self._sample(number * count // few) for number in range(few)]
+            self.some = without_left_out(some, trainer.data_collator)
             """Samples from all of the data."""
 
             self.length = self._length_function(self.some[0])
@@ -98,7 +100,8 @@ class TrainingData:
             batches = list(itertools.islice(self.samplers[0], _LISTED))
             before.put_back()
             own = [batches[number * len(batches) // most][:_OF_BATCH] for number in range(min(most, len(batches)))]
-            return [[self._sample(index) for index in batch] for of_rank in ranks.gather(own) for batch in of_rank]
+            made = [[self._sample(index) for index in batch] for of_rank in ranks.gather(own) for batch in of_rank]
+            return [without_left_out(batch, self._trainer.data_collator) for batch in made]
 
     def set_batch_size(self, size: int) -> None:
         for sampler in self.samplers:
@@ -133,14 +136,21 @@ class TrainingData:
         data, length, collator = self.loader.dataset, self.length, self._trainer.data_collator
         if length is None:
             some = [self._sample(index) for index in range(min(len(data), _TO_MEASURE))]
+            some = without_left_out(some, collator)
             by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], collator)))
             return Extremes(1, 1.0, by_size[-1], by_size[0])
-        by_length = [(length(data[index]), index) for index in range(len(data))]
-        (tokens, longest), (_, shortest) = max(by_length, key=operator.itemgetter(0)), min(by_length)
-        extremes = Extremes(
-            tokens, sum(tokens for tokens, _ in by_length) / len(by_length), self._sample(longest),
-            self._sample(shortest),
-        )  # fmt: skip
+        by_length = sorted((length(data[index]), index) for index in range(len(data)))
+        mean = sum(tokens for tokens, _ in by_length) / len(by_length)
+        (tokens, longest), (_, shortest) = self._first_kept(reversed(by_length)), self._first_kept(by_length)
+        extremes = Extremes(tokens, mean, longest, shortest)
         if isinstance(length, PairLength):
             extremes = extremes._replace(tokens=length(length.longest), longest=length.longest)
         return extremes
+
+    def _first_kept(self, by_length: Iterable[tuple[int, int]]) -> tuple[int, Sample]:
+        """Return the first sample that the collate function does not leave out, after its length."""
+        for tokens, index in by_length:
+            sample = self._sample(index)
+            if without_left_out([sample, self.some[0]], self._trainer.data_collator)[0] is sample:
+                return tokens, sample
+        raise AssertionError("some samples are kept")

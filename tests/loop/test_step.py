@@ -444,6 +444,20 @@ def test_a_loss_that_is_no_sum_and_number_is_refused(returned: Any, message: str
         make(lambda model, batch: returned(*loss(model, batch)))[1](SAMPLES)
 
 
+def test_a_part_of_samples_that_collate_leaves_out_ends_in_words() -> None:
+    model = Model()
+    step = AdaptiveStep(
+        model, torch.optim.SGD(model.parameters()), loss, lambda samples: collate([s for s in samples if len(s) < 9]),
+        length=len,
+    )  # fmt: skip
+    samples = [torch.arange(number) % 20 for number in (3, 5, 8, 12)]
+    step.gradients(samples)
+    model.zero_grad()
+    step.max_tokens = 12
+    with pytest.raises(ConfigError, match=r"collate fails on 1 of the step's 4 samples by themselves .*leave them out"):
+        step.gradients(samples)
+
+
 def test_mistakes_are_told_before_anything_runs() -> None:
     model, step = make()
     with pytest.raises(ConfigError, match="samples is empty"):

@@ -1,4 +1,4 @@
-"""Samples of one length, as packed data has, under a real memory limit of which few take all: hosts train as without it.
+"""Samples of one length, as packed data has, of which few take all of a real memory limit: hosts train as without it.
 
     python -m tests.support.alike_samples <host> '[[<samples that fit>, <the most of a part, or null>], ...]'
 
@@ -122,7 +122,10 @@ def main(host: Any, cases: list[tuple[int, int | None]]) -> None:
     print(json.dumps(host().train(1, lambda: None)[0]), flush=True)
     own = host()
     own.forward_backward(1)  # parts have the gradient of those before beside them
-    peaks = {size: most_in_use(lambda: own.forward_backward(size)) for size in range(1, 1 + max(n for n, _ in cases))}
+    peaks = {
+        size: most_in_use(lambda size=size: own.forward_backward(size))
+        for size in range(1, 1 + max(n for n, _ in cases))
+    }
     of_one_more = peaks[1] if len(peaks) == 1 else (peaks[len(peaks)] - peaks[1]) / (len(peaks) - 1)
     for num_fits, most in cases:
         if os.fork():
@@ -139,7 +142,7 @@ def main(host: Any, cases: list[tuple[int, int | None]]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
         gradients = sum(parameter.nbytes for parameter in own.model.parameters())
         try:
-            losses, recoveries = host().train(most, lambda: limit(allowed + gradients))
+            losses, recoveries = host().train(most, lambda most=allowed + gradients: limit(most))
             told = {"case": (num_fits, most), "fit": fit, "losses": losses, "recoveries": recoveries}
             print(json.dumps(told), flush=True)
         except Exception:

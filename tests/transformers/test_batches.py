@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import trainers
-from tests.transformers.trainers import Features, OutOfMemory, assert_alike, make_trainer, without_probe
+from tests.transformers.trainers import Features, OutOfMemory, assert_alike, make_trainer, trained, without_probe
 
 Data = list[Features]
 
@@ -84,3 +84,87 @@ def test_batches_of_one_kind_each_do_not_share_a_forward(
     split.train()
     assert_alike(split, stock)
     assert max(shape[0] for shape in watched.forwards[-4:]) < 8, "a batch is split"
+
+
+def classes() -> Any:
+    return trainers.make_bert("BertForSequenceClassification")
+
+
+def labelled(left_out: range) -> Data:
+    """Samples with a label each, but for some that cannot be read."""
+    return [None if number in left_out else each for number, each in enumerate(trainers.make_labelled(64))]  # type: ignore[misc]
+
+
+def of_those_that_could_be_read(samples: Data) -> Features:
+    return trainers.collate_labelled([sample for sample in samples if sample is not None])
+
+
+def of_short_ones(samples: Data) -> Features:
+    return trainers.collate_labelled([sample for sample in samples if len(sample["input_ids"]) <= 18])
+
+
+def of_short_ones_or_nothing(samples: Data) -> Features | None:
+    return of_short_ones(samples) if any(len(sample["input_ids"]) <= 18 for sample in samples) else None
+
+
+@pytest.mark.parametrize(
+    ("data", "collator", "size"),
+    [
+        (labelled(range(0, 64, 6)), of_those_that_could_be_read, 3),  # of which some are looked at before training
+        (labelled(range(1, 64, 6)), of_those_that_could_be_read, 1),  # and of these none
+        (labelled(range(0)), of_short_ones, "auto"),
+        (labelled(range(0)), of_short_ones_or_nothing, 1),
+    ],
+    ids=["None at first", "None later", "too long", "too long, without a batch"],
+)
+def test_samples_that_a_collate_function_leaves_out_do_not_count(
+    data: Data, collator: Any, size: Any, tmp_path: Path
+) -> None:
+    given = {"data": data, "collator": collator, "remove_unused_columns": False, "num_train_epochs": 1}
+    stock = trained(tmp_path / "stock", model=classes(), **given)
+    ours = AdaptiveArguments(micro_batch_size=size)
+    split = without_probe(make_trainer(tmp_path / "ours", ours, model=classes(), **given), 60)
+    split.train()
+    assert_alike(split, stock)
+
+
+def test_the_longest_sample_that_is_kept_is_probed(tmp_path: Path) -> None:
+    given = {"data": labelled(range(0)), "collator": of_short_ones, "remove_unused_columns": False, "max_steps": 1}
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=classes(), **given)
+    ours.train()
+    assert ours.adaptive.longest == 18
+
+
+class WithPictures(nn.Module):
+    """Adds a weight of their pictures to samples that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = classes()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, labels: Any, picture: Any = None, picture_mask: Any = None, **inputs: Any) -> dict[str, Any]:
+        logits = self.text(**inputs).logits
+        if picture is not None:
+            logits = logits + self.scale * (picture * picture_mask)[:, None]
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def of_text_and_pictures(samples: Data) -> Features:
+    batch = trainers.collate_labelled(samples)
+    if any("picture" in sample for sample in samples):
+        batch["picture"] = torch.tensor([sample.get("picture", 0.0) for sample in samples])
+        batch["picture_mask"] = torch.tensor([int("picture" in sample) for sample in samples])
+    return batch
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_batches_may_have_unlike_keys(size: Any, tmp_path: Path) -> None:
+    data = trainers.make_labelled(40)
+    data = [{**each, "picture": 0.1 * number} if number % 3 == 0 else each for number, each in enumerate(data)]
+    given = {"data": data, "collator": of_text_and_pictures, "remove_unused_columns": False, "num_train_epochs": 1}
+    stock = trained(tmp_path / "stock", model=WithPictures(), **given)
+    ours = AdaptiveArguments(micro_batch_size=size)
+    split = without_probe(make_trainer(tmp_path / "ours", ours, model=WithPictures(), **given), 60)
+    split.train()
+    assert_alike(split, stock)
