@@ -241,11 +241,12 @@ def test_what_a_collate_function_adds_for_each_sample_is_no_hindrance_unless_it_
 
 
 class FailsOnce:
-    """Runs out of memory in attention, at the ``number``-th call of a kind in training steps, forward or backward."""
+    """Runs out of memory in attention of the second step, at the ``number``-th call of a kind, forward or backward."""
 
-    def __init__(self, model: Any, number: int, *, in_backward: bool) -> None:
+    def __init__(self, trainer: Any, number: int, *, in_backward: bool) -> None:
         self.left, self._in_backward, self.failures = number, in_backward, 0
-        self.attention = model.model.layers[1].self_attn
+        self._trainer = trainer
+        self.attention = trainer.model.model.layers[1].self_attn
         self.attention.register_forward_hook(self._forward)
 
     def _forward(self, module: Any, args: Any, output: Any) -> None:
@@ -255,8 +256,9 @@ class FailsOnce:
             self._count()
 
     def _count(self) -> None:
-        self.left -= 1
+        self.left -= self._trainer.state.global_step == 1
         if self.left == 0:
+            self.left = -1
             self.failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -268,7 +270,7 @@ def test_a_row_that_runs_out_of_memory_runs_again_and_each_sample_counts_once(
     clean = without_probe(make_trainer(tmp_path, auto()), 60)
     clean.train()
     short = without_probe(make_trainer(tmp_path, auto()), 60)
-    fails = FailsOnce(short.model, 40, in_backward=in_backward)
+    fails = FailsOnce(short, 2, in_backward=in_backward)
     short.train()
     assert fails.failures == 1 == short.adaptive.num_recoveries
     assert_alike(short, clean, 1e-6)
