@@ -7,7 +7,7 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,11 @@ _NO_SECRET = re.compile(
     r"tokeni[sz]\w*|keyword\w*|(num|max|min|average|total|input|output|new)\w*tokens\w*|"
     r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end|image|audio|video|special|extra)_tokens?",
     re.IGNORECASE,
+)
+_ASSIGNED = re.compile(r"([\w.-]+)=([^\s'\"]+)")
+# As of Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS; and a password in an address
+_TOKEN = re.compile(
+    r"((?<![A-Za-z])(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{8,})|(?<=://)[^/\s:@]*:([^/\s@]+)(?=@)"
 )
 _SPECIAL_TOKEN = re.compile(r"<.*>|\[[A-Z]+\]|")  # such as <|im_end|> or [PAD], or nothing
 
@@ -206,6 +211,33 @@ def masked(values: Any, *, is_secret: bool = False) -> Any:
     if isinstance(values, (list, tuple)):
         return [masked(value, is_secret=is_secret) for value in values]
     return "(masked)" if is_secret and isinstance(values, str) and not _SPECIAL_TOKEN.fullmatch(values) else values
+
+
+def without_secrets(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command with secrets masked, and these secrets.
+
+    A secret is the value of an option or an assignment whose name says so, or a text that looks like a token.
+    """
+    shown: list[str] = []
+    secrets: list[str] = []
+    option = ""  # before a word
+    for word in command:
+        named = [(match[1], match[2]) for match in _ASSIGNED.finditer(word)]
+        named += [] if word.startswith("-") else [(option, word)]
+        found = [value for name, value in named if names_secret(name.replace("-", "_")) and _may_be_secret(name, value)]
+        found += [next(filter(None, match.groups())) for match in _TOKEN.finditer(word)]
+        secrets += found
+        for secret in sorted(found, key=len, reverse=True):
+            word = word.replace(secret, "(masked)")
+        shown.append(word)
+        option = word if word.startswith("--") and "=" not in word else ""
+    return shown, secrets
+
+
+def _may_be_secret(name: str, value: str) -> bool:
+    """Return False for a number, as of tokens or keys, and for what stands for no value or is a special token."""
+    is_number = re.fullmatch(r"[\d.,]+", value) is not None and not re.search("secret|passw", name, re.IGNORECASE)
+    return not is_number and value.lower() not in ("none", "true", "false") and not _SPECIAL_TOKEN.fullmatch(value)
 
 
 def names_secret(key: str) -> bool:

@@ -69,6 +69,8 @@ class DryRun:
     notes_work: bool = False  # if it was to be noted what a step asks of its device
     works: Sequence[ProcessWork] = ()  # which of each process
     correction: Correction = UNCORRECTED
+    kept: Sequence[str] = ()
+    """Files that were there before, and that the script would have overwritten, moved or removed."""
 
     @functools.cached_property
     def forecast(self) -> Forecast | None:
@@ -224,6 +226,9 @@ class DryRun:
             return f"the script was {how} out of memory; create the model on the device"
         if code < 0:
             return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its output is above"
+        if self.kept and code:
+            ended = f" ({self.errors[0]['text']})" if self.errors else ""
+            return f"the script would overwrite {self.kept[0]}, which is kept: name another folder or file{ended}"
         if self.errors and code:
             error = self.errors[0]
             if error["text"].startswith(_OF_LAUNCHERS):  # of a script that has left no error of its own
@@ -270,13 +275,15 @@ def processes_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def read_dry_run(folder: Path, card: Card, ending: Ending, *, notes_work: bool = False) -> DryRun:
+def read_dry_run(
+    folder: Path, card: Card, ending: Ending, *, notes_work: bool = False, kept: Sequence[str] = ()
+) -> DryRun:
     """Read what the processes of a script have left in a folder."""
     processes = processes_in(folder)
     errors = [process["error"] for process in processes if process["error"] is not None]
     errors.sort(key=lambda error: str(error["text"]).startswith(_OF_LAUNCHERS))
     on_device = [process for process in processes if process["peaks"]]
-    run = DryRun(card, ending, on_device, errors, notes_work=notes_work, works=read_works(folder))
+    run = DryRun(card, ending, on_device, errors, notes_work=notes_work, works=read_works(folder), kept=kept)
     if notes_work and run.training and all(process["stopped"] for process in run.training):
         # It has taken the steps that count. The one more in which its work is noted changes no answer, however it ends.
         run = replace(run, ending=Ending(0, interrupted=False, seconds=ending.seconds))
@@ -329,6 +336,7 @@ def as_object(run: DryRun, length: RunLength = NO_LENGTH) -> dict[str, Any]:
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
         "time": None if run.forecast is None else time_as_object(run.forecast, length, run.correction),
         "why_no_time": run.why_no_time if run.lacks_time else None,
+        "kept_files": [*run.kept],
         "processes": len(run.processes),
         "error": run.errors[0]["text"] if run.errors else None,
         "exit_code": run.ending.exit_code,
@@ -362,6 +370,9 @@ def in_words(run: DryRun, length: RunLength = NO_LENGTH) -> list[str]:
         lines.append(_row("time", f"not known: {run.why_no_time}"))
     if run.failure is None:
         lines += _how_it_ended(run)
+    if run.kept:
+        more = f" and {len(run.kept) - 1} more" if len(run.kept) > 1 else ""
+        lines.append(_row("kept", f"{run.kept[0]}{more}, which the script would have overwritten or removed"))
     if run.survived:
         times = "once" if run.survived == 1 else f"{run.survived} times"
         lines.append(_row("survived", f"ran out of memory {times} and went on"))

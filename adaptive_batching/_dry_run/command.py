@@ -32,6 +32,7 @@ from adaptive_batching._dry_run.answer import (
 )
 from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
 from adaptive_batching._dry_run.compared import Column, compare
+from adaptive_batching._dry_run.dry import offline
 from adaptive_batching._emulated_device import (
     MOST_DEVICES,
     BuildError,
@@ -127,6 +128,7 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
 
 
 def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
+    args.begun = time.time()
     try:
         args.devices = _devices(args)
         columns, correction = _columns(args), _checked(args)
@@ -234,12 +236,15 @@ def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: Comman
     steps = sys.maxsize if args.whole else args.steps
     write_nvidia_smi(folder / "bin")
     environment = _environment(device.environment(os.environ), notes, steps, folder / "bin")
+    environment |= {**offline(folder / "scratch"), "EMULATED_DEVICE_KEEPS_BEFORE": f"{args.begun:.6f}"}
     if args.time and not args.whole and column.gpu is not None:
         environment[TIME] = "1"
     ending = _end_of(command, environment, notes, args.max_seconds, to_stderr=args.json)
     if is_recipe and ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which
-    return read_dry_run(notes, card, ending, notes_work=TIME in environment)
+    list_of_kept = machine / "kept"
+    kept = dict.fromkeys(list_of_kept.read_text(errors="replace").splitlines()) if list_of_kept.exists() else ()
+    return read_dry_run(notes, card, ending, notes_work=TIME in environment, kept=[*kept])
 
 
 def _at_batch_size(command: list[str], size: int, *, is_recipe: bool) -> list[str]:
@@ -290,7 +295,8 @@ def _environment(on_device: Mapping[str, str], notes: Path, steps: int, programs
     hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
     own = {
         "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch",
-        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors", FOLDER: str(notes), STEPS: str(steps),
+        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors",
+        "EMULATED_DEVICE_PREPARES": "adaptive_batching._dry_run.dry", FOLDER: str(notes), STEPS: str(steps),
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
     }  # fmt: skip
     return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}

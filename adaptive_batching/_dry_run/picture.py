@@ -15,10 +15,11 @@ from adaptive_batching._report.page import asset
 from adaptive_batching._report.sections import Html, some, table, tag
 from adaptive_batching._step_time.forecast import Forecast, in_seconds
 from adaptive_batching._step_time.seconds import LIMITS, largest_lines
-from adaptive_batching._values import memory_size
+from adaptive_batching._values import memory_size, without_secrets
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart
 _COLOURS = 8  # of the style sheet
+MIN_SECRET = 4  # letters, below which a text is everywhere
 _BAR = 32  # height of the bar of a step's time
 _STYLE = """
 svg.memory { width: 100%; height: auto; } svg.memory text { fill: var(--soft); font-size: 12px; }
@@ -31,7 +32,8 @@ svg.memory .reserved { fill: none; stroke: var(--ink); stroke-width: 1.2; }
 
 def write_page(columns: Sequence[Column], runs: Sequence[DryRun], output: Path, command: Sequence[str]) -> None:
     """Write the page of one dry run, or of several that are compared; OSError if the file cannot be written."""
-    typed = shlex.join(command[1:] if command[:1] == ["--"] else command)
+    masked, secrets = without_secrets(command[1:] if command[:1] == ["--"] else command)
+    typed = shlex.join(masked)
     body, answers = [], ", ".join(dict.fromkeys(str(run.answer) for run in runs))
     if len(runs) > 1:
         body.append(tag("section", tag("pre", "\n".join(compare(columns, runs)[1])), id="compared"))
@@ -48,6 +50,8 @@ def write_page(columns: Sequence[Column], runs: Sequence[DryRun], output: Path, 
         'img-src data:"><meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
         f'content="light dark">{head}</head><body><main>{header}{"".join(body)}</main></body></html>'
     )
+    for secret in secrets:  # in an error that the script raised, say
+        page = page.replace(escape(secret), "(masked)") if len(secret) > MIN_SECRET else page
     output.write_text(page, encoding="utf-8", errors="replace")
 
 

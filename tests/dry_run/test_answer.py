@@ -137,6 +137,14 @@ def test_the_answer_is_told_with_its_reason(
     assert shown["fits"] is {Answer.DOES_NOT_FIT: False, Answer.CANNOT_TELL: None}.get(answer, True)
 
 
+def test_files_that_the_script_would_have_overwritten_are_named(tmp_path: Path) -> None:
+    kept = ["/out/model.pt", "/out/log.txt"]
+    ended, went_on = (read(tmp_path, process(), ending=replace(ENDED, exit_code=code), kept=kept) for code in (1, 0))
+    assert ended.answer is Answer.CANNOT_TELL and "would overwrite /out/model.pt, which is kept" in in_words(ended)[0]
+    assert went_on.answer is Answer.FITS and as_object(went_on)["kept_files"] == kept
+    assert "/out/model.pt and 1 more, which the script would have" in "\n".join(in_words(went_on))
+
+
 def test_that_no_time_is_known_is_told_with_the_reason_in_words_and_json(tmp_path: Path) -> None:
     reason = "it is noted in one step more, and the script ended before; --steps 1"
     for notes_work, why in ((True, reason), (False, None)):
@@ -186,10 +194,14 @@ def test_the_page_has_the_answer_the_curve_and_what_held_the_memory(failed: bool
     given = process(steps=0, out_of_memory=[FAILED]) if failed else process()
     page = tmp_path / "page.html"
     run = read(tmp_path, given, ending=replace(ENDED, exit_code=int(failed)))
-    write_page([Column("card", None, NO_LENGTH, None)], [run], page, ["--", "python", "<train>.py"])
+    secrets = ["--hub_token", "hf_0123456789", "--max_new_tokens", "50", "wandb.api_key=q9w8"]
+    run = replace(run, errors=[error("KeyError: q9w8")])
+    write_page([Column("card", None, NO_LENGTH, None)], [run], page, ["--", "python", "<train>.py", *secrets])
     shown = read_page(page)
     check_that_it_asks_for_nothing(shown)
-    assert shown.codes == ["python '<train>.py'"] and "7.00 GiB" in shown.words["memory"] + shown.words["holders"]
+    masked = "--hub_token '(masked)' --max_new_tokens 50 'wandb.api_key=(masked)'"
+    assert shown.codes == [f"python '<train>.py' {masked}"] and "q9w8" not in page.read_text()
+    assert "7.00 GiB" in shown.words["memory"] + shown.words["holders"]
     assert ("failure" in shown.words) == failed and ("asked" in shown.words) != failed
     assert [cells[0] for cells in shown.tables["holders"][0]] == ["kind", "weights", "activations"]
     assert ("polygon", "fill", "var(--c3)") in shown.attributes

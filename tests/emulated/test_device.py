@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import resource
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -473,3 +475,48 @@ def test_a_script_sees_the_cards_that_it_names_or_as_many_of_those_that_are_here
     count: int, visible: str, cards: list[int]
 ) -> None:
     assert asked(EmulatedDevice(count=count), CUDA_VISIBLE_DEVICES=visible)[-1] == cards
+
+
+CHANGES = """
+import os, shutil, subprocess
+def attempt(name, change):
+    try:
+        change()
+    except OSError as error:
+        print(name, error.errno)
+attempt("write", lambda: open("old", "w"))
+attempt("write by another path", lambda: open("../here/folder/old", "wb"))
+attempt("replace", lambda: (open("new", "w").write("1"), os.replace("new", "old")))
+attempt("move", lambda: os.rename("old", "elsewhere"))
+attempt("remove", lambda: os.remove("old"))
+attempt("tree", lambda: shutil.rmtree("folder"))
+attempt("shell", lambda: subprocess.run("echo 1 > old; rm -f old; mv new2 old; true", shell=True, check=True))
+for path in ("empty", ".hidden/old", "__pycache__/old", "cached/old", "new", "new"):  # of no use, or not there before
+    attempt(path, lambda: open(path, "w").write("changed"))
+attempt("append", lambda: open("log", "a").write("more"))
+attempt("read", lambda: open("old").read())
+attempt("new tree", lambda: (os.mkdir("new_folder"), open("new_folder/a", "w").write("1"), shutil.rmtree("new_folder")))
+"""
+
+
+def test_what_was_there_before_a_dry_run_is_kept_and_what_is_new_is_not(tmp_path: Path) -> None:
+    here, machine = tmp_path / "here", tmp_path / "machine"
+    old = [
+        here / name for name in ("old", "folder/old", ".hidden/old", "__pycache__/old", "cached/old", "empty", "log")
+    ]
+    for path in old:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if path.name == "empty" else "as before")
+    machine.mkdir()
+    environment = EmulatedDevice(machine=machine).environment() | {
+        "EMULATED_DEVICE_KEEPS_BEFORE": f"{time.time() + 0.02:.6f}", "MY_CACHE": str(here / "cached"),
+    }  # fmt: skip
+    time.sleep(0.05)  # clocks of file systems are late
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", CHANGES], cwd=here, env=environment, capture_output=True, text=True, check=True
+    )
+    refused = ["write", "write by another path", "replace", "move", "remove", "tree"]
+    assert done.stdout.splitlines() == [f"{each} {errno.EROFS}" for each in refused]
+    assert [path.read_text() for path in old] == ["as before"] * 2 + ["changed"] * 4 + ["as beforemore"]
+    kept = {Path(line).resolve() for line in (machine / "kept").read_text().splitlines()}
+    assert kept == {here / "old", here / "folder" / "old"}

@@ -332,6 +332,54 @@ def test_the_whole_script_runs_if_asked_for(tmp_path: Path) -> None:
     assert found["peak_allocated_bytes"] > 200 * LAYER
 
 
+DRY = """
+import os
+import huggingface_hub
+import wandb
+from torch.utils.tensorboard import SummaryWriter
+from transformers import TrainingArguments
+args = TrainingArguments("out", push_to_hub=True, hub_model_id="me/model", report_to="tensorboard")
+print("hub:", args.push_to_hub, sorted(os.listdir(args.output_dir)))
+api = huggingface_hub.HfApi()
+print("made:", huggingface_hub.create_repo("me/model").repo_id, api.create_repo(repo_id="other").repo_id)
+print("sent:", api.upload_folder(repo_id="me/model", folder_path=".", run_as_future=True).result().oid)
+wandb.init(project="mine", mode="online")
+SummaryWriter("runs").add_scalar("loss", 1.0)
+torch.save({}, args.output_dir + "/model.pt")
+try:
+    torch.save({}, "out/model.pt")
+except (OSError, RuntimeError):
+    print("kept")
+print({name: os.environ[name] for name in ("WANDB_MODE",)}, flush=True)
+main(layers=1)
+"""
+
+
+def test_a_dry_run_sends_nothing_and_leaves_the_files_of_the_script_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    (tmp_path / "out" / "model.pt").write_text("trained for a week")
+    (tmp_path / "wandb.py").write_text("def init(project, mode): print('wandb:', project, mode)")
+    found, said = dry_run(tmp_path, "--memory", "24", "--steps", "1", code=TRAIN + DRY)
+    assert found["fits"] is True, said
+    assert "hub: False ['checkpoint-7']" in said and "made: me/model dry-run/other" in said and "sent: 0" in said
+    assert "wandb: mine disabled" in said and "{'WANDB_MODE': 'disabled'}" in said and said.count("kept\n") == 1
+    assert found["kept_files"] == [str(tmp_path / "out" / "model.pt")]
+    assert (tmp_path / "out" / "model.pt").read_text() == "trained for a week"
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "__pycache__" not in str(path))
+    assert files == ["out", "out/checkpoint-7", "out/model.pt", "train.py", "wandb.py"]
+
+
+def test_a_script_that_overwrites_a_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "log.json").write_text("{}")
+    (tmp_path / "train.py").write_text("open('log.json', 'w').write('[]')")
+    found, _ = dry_run(tmp_path, "--memory", "24", "--", "python", "train.py")
+    assert found["fits"] is None and f"would overwrite {tmp_path / 'log.json'}, which is kept" in found["why"]
+    assert "Read-only file system" in found["why"] and (tmp_path / "log.json").read_text() == "{}"
+
+
 LONGER = """
 from torch.utils.data import DataLoader
 class Model(nn.Module):

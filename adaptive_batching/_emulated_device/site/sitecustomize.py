@@ -78,6 +78,9 @@ def _check_card() -> None:
 
 
 _check_card()
+if prepares := os.environ.get("EMULATED_DEVICE_PREPARES"):
+    for _name, _prepare in importlib.import_module(prepares).PREPARED.items():
+        sys.meta_path.insert(0, _After(_name, _prepare))
 sys.meta_path.insert(0, _After("torch", _prepare_torch))
 sys.meta_path.insert(0, _After("torch._inductor.fx_passes.pad_mm", _prepare_padding))
 _start(os.environ.get("EMULATED_DEVICE_WATCH_ERRORS"))  # of a process that never imports torch
