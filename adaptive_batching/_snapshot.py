@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -51,6 +52,8 @@ _COPIED_PARAMETERS = 2**28  # bytes of parameters that are copied, the smallest 
 _LONG = 1000  # entries of a container beyond which its tensors are not copied, outside of models and optimizers
 _DATA = 20_000  # entries in such containers beyond which they are taken for data
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_THREADS = {"_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _NOTHING = object()
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
@@ -63,6 +66,10 @@ class Snapshot:
     256 MiB, are not copied, nor are tensors in containers of more than 1,000 entries, other than those of modules and
     optimizers; :meth:`check_uncopied` compares them. Such containers of more than 20,000 are not looked into.
 
+    What another thread can change meanwhile is not kept, as putting it back would undo what that has done: whatever the
+    function of a running thread can reach, and attributes of objects that have a thread, a lock, a queue or a pool.
+    Modules are, all the same.
+
     Args:
         owners: Where to begin.
         places: What to look at in addition.
@@ -70,6 +77,7 @@ class Snapshot:
         elsewhere: Tensors whose values somebody else puts back, such as parameters that an optimizer steps.
         looks_into_long: False to leave out what is in containers of more than 1,000 entries, other than those of
             modules and optimizers.
+        is_of_threads: True to note what other threads can reach, which leads to no module and takes no copies.
         looks_into_hooks: True to look into functions that objects and modules have, such as hooks.
         copies: Where copies of tensors go: ``"here"``, on the ``"host"``, or ``"nowhere"``, for a caller who keeps the
             values of :attr:`tensors`.
@@ -84,11 +92,13 @@ class Snapshot:
         elsewhere: Iterable[torch.Tensor] = (),
         looks_into_long: bool = True,
         looks_into_hooks: bool = False,
+        is_of_threads: bool = False,
         copies: str = "here",
     ) -> None:
         self._elsewhere = {id(tensor) for tensor in elsewhere}
         self._left_in_long, self._is_in_long = _DATA if looks_into_long else 0, False
-        self._looks_into_hooks = looks_into_hooks
+        self._looks_into_hooks, self._is_of_threads = looks_into_hooks, is_of_threads
+        self._shared = set() if is_of_threads else _shared_with_threads()
         self._follows_optimizers = False  # whose states are large, and which no forward or backward changes
         # Keeps what it has seen alive, so that no other object gets its number.
         self._seen: dict[int, Any] = {id(module): module for module in skipped}
@@ -104,6 +114,8 @@ class Snapshot:
         for owner in owners:
             self._follows_optimizers = isinstance(owner, Optimizer)
             self._look_into(owner)
+        if is_of_threads:
+            return
         for module, name in places:
             self._look_at_place(module, name)
         self._parameters += [(parameter, None) for key, parameter in self._loose.items() if key not in self._seen]
@@ -120,6 +132,12 @@ class Snapshot:
         if copies != "nowhere":
             for kept in self._kept:
                 kept.copy(on_host=copies == "host")
+
+    @property
+    def reached(self) -> set[Any]:
+        """The numbers of objects, containers and cells, and the globals by number and name, that have been seen."""
+        cells, names = (id(cell) for cell, _ in self._cells), ((id(space), name) for space, name, _ in self._attributes)
+        return {*self._seen, *cells, *names}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -202,7 +220,7 @@ class Snapshot:
             self._look_into_function(owner)
         elif hasattr(owner, "__dict__") and not isinstance(owner, _CODE) and id(owner) not in self._seen:
             self._seen[id(owner)] = owner
-            self._look_into_attributes(vars(owner), None)
+            self._look_into_object(owner, None)
 
     def _look_into_module(self, module: nn.Module) -> None:
         if id(module) in self._seen:
@@ -249,7 +267,7 @@ class Snapshot:
         is_of_library = _library_of(function) in _LIBRARIES  # such as a decorator's, around a function of somebody else
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # it is still empty
-                if not is_of_library:
+                if not is_of_library and id(cell) not in self._shared:
                     self._cells.append((cell, cell.cell_contents))
                 if not is_of_library or callable(cell.cell_contents):
                     self._look_at_or_into(cell.cell_contents)
@@ -258,7 +276,8 @@ class Snapshot:
         names = {name for code in _codes_of(function.__code__) for name in code.co_names}
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
-            if not isinstance(value, (type, types.ModuleType)):
+            is_shared = (id(function.__globals__), name) in self._shared
+            if not is_shared and not isinstance(value, (type, types.ModuleType)):
                 self._attributes.append((function.__globals__, name, value))
                 self._look_at_or_into(value)
         self._look_at(function.__dict__, None)
@@ -276,6 +295,14 @@ class Snapshot:
         else:
             self._look_at(value, None)
 
+    def _look_into_object(self, value: Any, place: Place | None) -> None:
+        kinds = {_library_of(each) for each in vars(value).values()}
+        if not self._is_of_threads and (id(value) in self._shared or kinds & _OF_THREADS):
+            for each in [each for each in vars(value).values() if isinstance(each, nn.Module)]:
+                self._look_at(each, place)
+        else:
+            self._look_into_attributes(vars(value), place)
+
     def _look_into_attributes(self, space: dict[str, Any], place: Place | None) -> None:
         self._containers.append((space, dict(space), place))
         for name, value in list(space.items()):
@@ -285,7 +312,17 @@ class Snapshot:
     def _look_at(self, value: Any, place: Place | None) -> None:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)) or id(value) in self._seen:
             return
-        if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)):  # first, as there are many
+        if isinstance(value, nn.Module) and self._is_of_threads:
+            for name, each in vars(value).items():
+                if not name.startswith("_"):
+                    self._look_at(each, None)
+            return
+        if id(value) in self._shared:
+            if not isinstance(value, _CONTAINERS) and _is_looked_into(value) and hasattr(value, "__dict__"):
+                self._seen[id(value)] = value
+                self._look_into_object(value, place)
+            return
+        if isinstance(value, _CONTAINERS):  # first, as there are many
             self._seen[id(value)] = value
             if not isinstance(value, (tuple, frozenset)):
                 self._containers.append((value, shallow(value), place))
@@ -314,7 +351,7 @@ class Snapshot:
             if self._follows_optimizers:
                 self._look_into_attributes(vars(value), place)
         elif hasattr(value, "__dict__") and _is_looked_into(value):
-            self._look_into_attributes(vars(value), place)
+            self._look_into_object(value, place)
 
     def _look_at_entries(self, container: Any, place: Place | None) -> None:
         entries, around = entries_of(container), self._is_in_long
@@ -334,6 +371,15 @@ class Snapshot:
             self._kept.append(KeptTensor(tensor, place))
         elif not tensor.is_inference():  # which has no version
             self._versions.append((tensor, tensor._version))
+
+
+def _shared_with_threads() -> set[Any]:
+    """Return what other threads can reach: what they run, as far as it is not a library's, and what they were given."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    owners = [owner for thread in others for owner in (thread, type(thread).run)]
+    return (
+        Snapshot(owners, looks_into_long=False, looks_into_hooks=True, is_of_threads=True).reached if others else set()
+    )
 
 
 class StepState:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import itertools
 import random
+import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -375,3 +379,80 @@ def test_what_a_trace_leaves_out_of_sight_is_an_error_in_words() -> None:
     with pytest.raises(ConfigError, match=r"put it back \(tensors: 1\), .* set search='binary_search'"):
         find_maximum_batch_size(model, optimizer, loss, lambda size: torch.stack(SAMPLES[:1] * size), upper=2)
     del module.total
+
+
+class ReadAhead:
+    """Draws samples in a thread, ahead of the steps that take them; its loss is a method."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = nn.Linear(4, 1)
+        self.ahead: Any = [] if kind == "list" else collections.deque()
+        self.drawn, self.seen, self.kind = 0, list[int](), kind
+        self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        if kind == "another object":  # which has no thread itself
+            self.loss: Any = types.MethodType(ReadAhead.method, types.SimpleNamespace(source=self, calls=0))
+            self.loss.__self__.note = self.note
+        else:
+            self.loss = self.method
+        self.thread = threading.Thread(target=self.fill, daemon=True)
+        self.thread.start()
+
+    def fill(self) -> None:
+        for number in itertools.count():
+            self.wanted.acquire()
+            self.ahead.append(number)
+            self.drawn += 1
+            self.done.release()
+
+    def draw(self) -> None:
+        """Have the thread draw another sample, now."""
+        self.wanted.release()
+        self.done.acquire()
+
+    def note(self) -> None:
+        self.draw()  # while the loss is computed, whatever that is for
+
+    def method(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.note()
+        return model(batch).square().sum(), len(batch)
+
+
+@pytest.mark.parametrize("kind", ["deque", "list", "another object"])
+def test_no_sample_is_lost_that_a_thread_has_read_ahead(kind: str) -> None:
+    source = ReadAhead(kind)
+    step = AdaptiveStep[torch.Tensor](source.model, torch.optim.SGD(source.model.parameters(), lr=0.1), source.loss)
+    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+    step.max_tokens = 2
+    failures = iter([False] * 30 + [True])
+
+    def run_out(*_: Any) -> None:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fail = source.model.register_forward_pre_hook(run_out)
+    taken = []
+    for _ in range(12):  # the checks before the first, audits of the first and tenth
+        step(SAMPLES[:4])
+        for _ in range(len(source.ahead) - 2):
+            taken.append(source.ahead.pop(0) if kind == "list" else source.ahead.popleft())
+    fail.remove()
+    assert step.num_recoveries == 1
+    assert [*taken, *source.ahead] == list(range(source.drawn)), "each once, in order"
+
+
+def test_what_has_a_pool_of_threads_keeps_what_it_counts_and_its_modules_are_put_back() -> None:
+    class Pooled:
+        def __init__(self) -> None:
+            self.pool, self.results = ThreadPoolExecutor(1), list[Any]()
+            self.codes = nn.BatchNorm1d(4, affine=False)
+
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+            self.pool.submit(self.results.append, len(batch)).result()
+            self.codes(torch.stack([batch[0], batch[0] + 1]))
+            return model(batch).square().sum(), len(batch)
+
+    model, pooled = nn.Linear(4, 1), Pooled()
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), pooled.loss)
+    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+    assert pooled.results and pooled.codes.num_batches_tracked == 0
+    pooled.pool.shutdown()

@@ -395,8 +395,8 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
         log.info(text, error, extra=ONLY_HERE)
     if number := num_left_behind():  # now that no traceback keeps them
         raise ConfigError(
-            f"the loss or a hook keeps what it has computed where the probe cannot put it back (tensors: {number}), as "
-            "in an attribute of a class or of a Python module, and what a prediction has computed has no values; "
+            f"the loss or a hook keeps what it has computed where the probe cannot put it back (tensors: {number}), "
+            "such as in an attribute of a class or of a Python module, and what a prediction computes has no values; "
             "keep it in an attribute of an object, or set search='binary_search', which runs real steps alone"
         )
     return traced
