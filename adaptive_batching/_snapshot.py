@@ -376,10 +376,10 @@ class Snapshot:
 def _shared_with_threads() -> set[Any]:
     """Return what other threads can reach: what they run, as far as it is not a library's, and what they were given."""
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if not others:
+        return set()
     owners = [owner for thread in others for owner in (thread, type(thread).run)]
-    return (
-        Snapshot(owners, looks_into_long=False, looks_into_hooks=True, is_of_threads=True).reached if others else set()
-    )
+    return Snapshot(owners, looks_into_long=False, looks_into_hooks=True, is_of_threads=True).reached
 
 
 class StepState:

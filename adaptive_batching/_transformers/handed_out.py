@@ -15,6 +15,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from adaptive_batching import _snapshot
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._kept_values import holder_of
 from adaptive_batching._loop.samples import collated
@@ -215,9 +216,31 @@ def reading(data: Any, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(trainer: Any) -> Iterator[None]:
-    """Have ``trainer`` gather nothing from other ranks inside, as TRL gathers metrics in every forward."""
+    """Have ``trainer`` gather nothing from other ranks inside, as TRL gathers metrics in every forward.
+
+    In a rehearsal it is :func:`unheard`, too.
+    """
     names = ("gather", "gather_for_metrics", "reduce")
-    with replaced(trainer.accelerator, **dict.fromkeys(names, lambda value, *args, **kwargs: value)):
+    around = unheard(trainer) if _snapshot.rehearsing else contextlib.nullcontext()
+    with replaced(trainer.accelerator, **dict.fromkeys(names, lambda value, *args, **kwargs: value)), around:
+        yield
+
+
+@contextlib.contextmanager
+def unheard(trainer: Any) -> Iterator[None]:
+    """Have nothing reach loggers, callbacks or the history of ``trainer`` inside, such as what a loss logs."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return control
+
+    with (
+        replaced(trainer, log=nothing),
+        replaced(trainer.accelerator, log=nothing),
+        replaced(trainer.callback_handler, call_event=call_event),
+    ):
         yield
 
 

@@ -41,6 +41,7 @@ from adaptive_batching._transformers.handed_out import (
     is_left_out,
     replaced,
     rows_of,
+    unheard,
 )
 from adaptive_batching._transformers.loss_kind import IGNORED, LossKind
 from adaptive_batching._transformers.row_of_samples import (
@@ -486,7 +487,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         number = self.kind.count(batch, 1) if self.kind.takes_number else None
         self._trainer.current_gradient_accumulation_steps = 1
         self._filler_state.save()
-        with self._around(row):
+        with self._around(row), unheard(self._trainer):
             inputs = batch if row is None else row.inputs
             loss = run_without_weight(self._trainer, partial(self._forward_backward, inputs, number))
         self._filler_state.end(put_back=True)

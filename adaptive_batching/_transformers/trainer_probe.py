@@ -30,6 +30,7 @@ from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
     replaced,
+    unheard,
 )
 from adaptive_batching._transformers.row_of_samples import RowAttention
 from adaptive_batching._transformers.sharded import sharded_besides
@@ -59,7 +60,7 @@ def probe(
     kind, device = step.kind, trainer.args.device
     prepared = _prepared(trainer, keeps=bool(step.models))
     end_forward(step.models)
-    with _structure_kept(trainer), prepared as (trained, optimizer), alone(trainer):
+    with _structure_kept(trainer), prepared as (trained, optimizer), alone(trainer), unheard(trainer):
         others = sharded_besides(trainer, trained)
         models = nn.ModuleList([trained, *others.values()]) if others else trained
 

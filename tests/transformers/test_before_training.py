@@ -139,3 +139,37 @@ def test_no_fake_tensor_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -
     trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()
     assert_same(probed, given)
+
+
+class Telling(transformers.Trainer):
+    """Logs what its loss computes, in each of the ways that there are."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.log({"seen": 1.0})
+        self.accelerator.log({"seen": 1.0})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, {"seen": 1.0})
+        return loss
+
+
+class Heard(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.logs = 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs += "seen" in logs
+
+
+@pytest.mark.parametrize(("size", "forwards"), [(4, 10), ("auto", 5)])
+def test_what_a_loss_logs_is_sent_for_parts_of_training_and_never_for_checks_and_the_probe(
+    size: Any, forwards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, ours = Heard(), AdaptiveArguments(micro_batch_size=size, audit_every=1)
+    trainer = make_trainer(tmp_path, ours, kind=Telling, callbacks=[heard], num_train_epochs=1)
+    sent: list[Any] = []
+    monkeypatch.setattr(trainer.accelerator, "log", sent.append)
+    trainer.adaptive.find()
+    assert heard.logs == len(sent) == 0 and trainer.state.log_history == []
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "seen" in entry]
+    assert (len(history), len(sent), heard.logs) == (forwards, forwards, 2 * forwards)
