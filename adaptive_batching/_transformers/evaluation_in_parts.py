@@ -17,6 +17,7 @@ from adaptive_batching._loop.samples import collated
 from adaptive_batching._snapshot import StepState
 from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
+from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
 
 Predicted = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them."""
@@ -89,7 +90,9 @@ class EvaluationInParts:
         if losses[0] is not None:
             of_loss = self._kind = self._kind or kind()
         weights = [float(of_loss.count(part.batch, len(part.samples))) for part in parts]
-        _weigh_metrics(self._trainer, before, weights)
+        _join_metrics(
+            self._trainer, before, [(part.batch, weight) for part, weight in zip(parts, weights, strict=True)]
+        )
         order = [part.samples for part in parts]
         of_all = of_loss.takes_number and self._number_was_asked_for
         loss = _sum(losses, [1.0] * len(losses)) if of_all else _mean(losses, weights)
@@ -128,20 +131,18 @@ def _sum(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None
 
 def _numbers_counted(trainer: Any) -> dict[tuple[str, str], int]:
     """Return how many numbers TRL has counted so far, by mode and name."""
-    counted = getattr(trainer, "_metrics", {})
-    return {(mode, key): len(values) for mode, of_mode in counted.items() for key, values in of_mode.items()}
+    counted = counted_by_trl(trainer).items()
+    return {(mode, key): len(values) for mode, of_mode in counted for key, values in of_mode.items()}
 
 
-def _weigh_metrics(trainer: Any, before: Mapping[tuple[str, str], int], weights: Sequence[float]) -> None:
+def _join_metrics(trainer: Any, before: Mapping[tuple[str, str], int], counted: Sequence[tuple[Any, float]]) -> None:
     """Make one of what TRL has counted in each part, of which it logs the mean over batches."""
-    total = sum(weights)
-    for mode, counted in getattr(trainer, "_metrics", {}).items():
-        for key, values in counted.items():
+    for mode, of_mode in counted_by_trl(trainer).items():
+        for key, values in of_mode.items():
             earlier = values[: before.get((mode, key), 0)]
             new = values[len(earlier) :]
-            if len(new) == len(weights) and total:
-                mean = sum(value * weight for value, weight in zip(new, weights, strict=True)) / total
-                counted[key] = [*earlier, mean]
+            if len(new) == len(counted):
+                of_mode[key] = [*earlier, *(metric_of(key, [share]) for share in shares({key: new}, counted).values())]
 
 
 def _joined(values: Sequence[Any], order: Sequence[Sequence[int]]) -> Any:

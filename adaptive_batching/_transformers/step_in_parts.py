@@ -44,6 +44,7 @@ from adaptive_batching._transformers.handed_out import (
     unheard,
 )
 from adaptive_batching._transformers.loss_kind import IGNORED, LossKind
+from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
 from adaptive_batching._transformers.row_of_samples import (
     Carried,
     NoRowError,
@@ -190,9 +191,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.runner.add(inputs.batches)
         losses = [loss for _, loss in self.runner.end()]
         self._note(inputs)
-        self._batches, self._rows = [], []
         self._parallel.sum_gradients(1 / self._parallel.ranks.size)
         self._share_metrics(saved)
+        self._batches, self._rows = [], []
         return torch.stack(losses).sum()
 
     def run(self, runs: Sequence[Callable[[], torch.Tensor]]) -> Outcome[torch.Tensor]:
@@ -619,25 +620,22 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         before, tokens_before = saved
         metrics = self._trainer._metrics["train"]
         new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
-        numbers = [number for number in self._numbers if number or self.kind.takes_number]  # others count nothing
-        sums = {}
-        for key, values in new.items():
-            weights = numbers if len(values) == len(numbers) and any(numbers) else [1.0] * len(values)
-            sums[key] = math.fsum(map(operator.mul, values, weights)), math.fsum(weights)
+        ran = zip(self._batches, self._numbers, strict=True)
+        counted = [(batch, number) for batch, number in ran if number or self.kind.takes_number]  # others count nothing
         tokens = self._trainer._total_train_tokens - tokens_before
-        of_ranks, counts = zip(*self._parallel.ranks.gather((sums, tokens)), strict=True)
-        for key in (key for key, values in new.items() if values):
-            total, number = map(math.fsum, zip(*(of_rank[key] for of_rank in of_ranks if key in of_rank), strict=True))
-            metrics[key] = [*before.get(key, ()), total / number]
+        of_ranks, counts = zip(*self._parallel.ranks.gather((shares(new, counted), tokens)), strict=True)
+        for key in shares(new, counted):
+            value = metric_of(key, (of_rank[key] for of_rank in of_ranks if key in of_rank))
+            metrics[key] = [*before.get(key, ()), value]
         self._trainer._total_train_tokens = tokens_before + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
 
 
 def _metrics_of(trainer: Any) -> Metrics | None:
     """Return what TRL has counted in training so far; None for other trainers."""
-    if not hasattr(trainer, "_metrics"):
+    if "train" not in (counted := counted_by_trl(trainer)):
         return None
-    return {key: list(values) for key, values in trainer._metrics["train"].items()}, trainer._total_train_tokens
+    return {key: list(values) for key, values in counted["train"].items()}, trainer._total_train_tokens
 
 
 def _is_padded_first(batch: Mapping[str, Any]) -> bool:

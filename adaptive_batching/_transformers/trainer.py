@@ -99,8 +99,8 @@ class AdaptiveTraining:
                 self.adaptive = AdaptiveRun(self, settings, fields_set(arguments))
             self._following = FollowingCallback(self.adaptive)
             self._recording = Recording(self.adaptive, self)
-            for callback in (self._following, self._recording):
-                self.add_callback(callback)  # type: ignore[attr-defined]
+            self.callback_handler.callbacks.insert(0, self._following)  # so that others find the right epoch
+            self.add_callback(self._recording)  # type: ignore[attr-defined]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = super().train  # type: ignore[misc]

@@ -104,11 +104,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-MEANS = {
-    "SFT": ("entropy", "mean_token_accuracy"), "DPO": ("rewards/chosen", "rewards/margins", "logps/rejected"),
-    "Reward": ("accuracy", "margin", "mean_reward"),
+METRICS = {
+    "SFT": ("entropy", "mean_token_accuracy"),
+    "DPO": (
+        "rewards/chosen", "rewards/margins", "logps/rejected", "logits/chosen", "logits/rejected",
+        "mean_token_accuracy", "entropy",
+    ),
+    "Reward": ("accuracy", "margin", "mean_reward", "min_reward", "max_reward"),
 }  # fmt: skip
-"""Metrics of TRL that are means over what the loss is one of."""
+"""What TRL logs of a batch: means over what the loss is one of, or over tokens, and extremes."""
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_a_trainer_of_trl_trains_as_before(
         assert most <= 64, "as many as fit, with padding and without"
         assert split.adaptive.step.in_rows
     assert_alike(split, stock)
-    assert_alike(split, stock, 1e-3, keys=MEANS[kind])
+    assert_alike(split, stock, 1e-3, keys=METRICS[kind])
     found, expected = (next(each for each in logged(one) if "loss" in each) for one in (split, stock))
     assert found.keys() == {*expected, *trainers.OURS}
     assert found["num_tokens"] == expected["num_tokens"], "each sample counts once"
@@ -161,10 +165,7 @@ def test_an_evaluation_in_parts_gives_what_it_would_have_given(kind: str, tokeni
     assert short.failures
     stock, in_parts = found
     assert in_parts.keys() == stock.keys()
-    no_means = {"eval_min_reward", "eval_max_reward"}
-    if kind == "DPO":  # whose loss is a mean over samples, and these over tokens
-        no_means |= {f"eval_{name}" for name in ("logits/chosen", "logits/rejected", "mean_token_accuracy", "entropy")}
-    for key in set(stock) - set(trainers.TIMES) - no_means:
+    for key in set(stock) - set(trainers.TIMES):
         assert in_parts[key] == pytest.approx(stock[key], rel=1e-4, abs=1e-6), key
     if kind == "DPO":
         torch.testing.assert_close(*predicted, rtol=1e-4, atol=1e-5)

@@ -41,6 +41,28 @@ def test_callbacks_are_told_what_they_were_told(tmp_path: Path) -> None:
     assert {"on_substep_end", "on_evaluate", "on_save", "on_log"} <= {name for name, _ in told["ours"]}
 
 
+class Epochs(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Writes down how many epochs are over when a step ends."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(state.epoch)
+
+
+def test_a_callback_finds_how_many_epochs_are_over(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(gradient_accumulation_steps=3)  # the second step of an epoch has two batches
+    seen = []
+    for name, arguments in {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}.items():
+        seen.append(Epochs())
+        make_trainer(tmp_path / name, arguments, callbacks=[seen[-1]], **settings).train()
+    assert seen[1].seen == pytest.approx(seen[0].seen) and seen[0].seen == pytest.approx([0.6, 1, 1.6, 2])
+    grown = Epochs()
+    trainers.growing(tmp_path / "growing", callbacks=[grown]).train()
+    assert grown.seen == pytest.approx([2 / 7, 4 / 7, 6 / 7, 1, 1.5, 2, 3])
+
+
 def test_an_early_stop_and_the_best_model_work_as_before(tmp_path: Path) -> None:
     stopped = {}
     for name, arguments in {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}.items():
