@@ -7,13 +7,15 @@ import logging
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from adaptive_batching._evidence import Losses, in_groups, losses_of_groups, without_gradients
@@ -37,6 +39,7 @@ IGNORED = -100
 _TRIES = (7, None), (4, None), (3, None), (2, None), (4, 16)
 """Samples that run together, and tokens of each, None for all: fewer where memory runs out."""
 
+_UNLIKELY = (-1, 255)  # labels that are no targets where somebody's own loss leaves them out
 _NUMBER = 8.0  # that stands for num_items_in_batch: any would do
 _FEW = 64  # numbers of a tensor that tells samples apart, in whose length and number of targets they are alike
 
@@ -54,6 +57,9 @@ class LossKind:
 
     key: str = "labels"
     """The part of the batch that has the targets or weights."""
+
+    ignored: int = IGNORED
+    """The label of what is no target."""
 
     rows: int = 0
     """Rows of a batch for each sample, where it is by these that samples are counted: a collate function may leave some
@@ -75,8 +81,14 @@ class LossKind:
         values = batch["shift_labels" if is_shifted else self.key]
         if self.of.startswith("shifted") and not is_shifted:
             values = values[..., 1:]
-        number: torch.Tensor = values.sum() if self.of.endswith("sum") else values.ne(IGNORED).sum()
+        number: torch.Tensor = values.sum() if self.of.endswith("sum") else values.ne(self.ignored).sum()
         return number
+
+    @property
+    def no_target(self) -> dict[str, int]:
+        """By the key of what a batch may have for targets, the number that is none."""
+        of_labels = dict.fromkeys(("labels", "shift_labels"), self.ignored)
+        return {**of_labels, self.key: 0 if self.of.endswith("sum") else self.ignored}
 
     def label_of(self, samples: Sequence[Sample], batch: Mapping[str, Any]) -> str | None:
         """Return the field of samples that is the only target of each, as in ``batch``; None if that is not so."""
@@ -95,8 +107,8 @@ class LossKind:
         return "a mean over samples" if self.of == "samples" else f"a mean over the {self.of} in {self.key!r}"
 
 
-def kinds_of(trainer: Any, batch: Mapping[str, Any]) -> list[LossKind]:
-    """Return what the loss of a batch can be, the most likely first."""
+def kinds_of(trainer: Any, batch: Mapping[str, Any], ignored: Iterable[int] = (IGNORED,)) -> list[LossKind]:
+    """Return what the loss of a batch can be, the most likely first; ``ignored`` are labels that may be no targets."""
     shifts = getattr(trainer, "_loss_shifts_labels", False)
     kinds, of_weights = [], []
     for key in sorted(batch, key=lambda key: (key != "labels", key)):
@@ -104,13 +116,19 @@ def kinds_of(trainer: Any, batch: Mapping[str, Any]) -> list[LossKind]:
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or key == "shift_labels":
             continue
         wholes = [""] if value.dim() < 2 else ["shifted ", ""] if shifts else ["", "shifted "]
-        if not value.is_floating_point() and (value.eq(IGNORED).any() or key == "labels"):
-            kinds += [LossKind(False, f"{whole}targets", key) for whole in wholes]
+        no_targets = ignored if _has_labels(key, value) else (IGNORED,)
+        has_targets = key == "labels" or any(value.eq(label).any() for label in no_targets)
+        if not value.is_floating_point() and has_targets:
+            kinds += [LossKind(False, f"{whole}targets", key, label) for label in no_targets for whole in wholes]
         elif "weight" in key or "mask" in key:
             of_weights += [LossKind(False, f"{whole}sum", key) for whole in wholes]
     if _gives_number(trainer) and (of_labels := [kind for kind in kinds if kind.key == "labels"]):
         kinds.insert(0, replace(of_labels[0], takes_number=True))
     return [*kinds, LossKind(False, "samples"), *of_weights]
+
+
+def _has_labels(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and ("label" in key or "target" in key)
 
 
 def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE) -> tuple[LossKind, str | None]:
@@ -242,7 +260,8 @@ class _Trials:
             return
         batches = [collated([sample], trainer.data_collator) for sample in samples]
         in_all = set.intersection(*({*batch} for batch in batches))  # batches of unlike data may have unlike keys
-        self._kinds = kinds_of(trainer, {key: value for key, value in batches[0].items() if key in in_all})
+        first = {key: value for key, value in batches[0].items() if key in in_all}
+        self._kinds = kinds_of(trainer, first, self._ignored(samples[:1], batches))
         if longest is not None:
             samples = self._of_one_length(samples, longest)
             batches = [self._collated([sample]) for sample in samples]
@@ -394,6 +413,16 @@ class _Trials:
             return [loss]
         return [loss * number if number else 0.0, number]  # the mean of nothing is NaN
 
+    def _ignored(self, sample: Sequence[Sample], batches: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the labels that may be no targets: those that the loss tells torch to ignore, and unlikely ones."""
+        self._kinds = []
+        told = _Ignoring()
+        with told, torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):  # which comes again
+            without_gradients(partial(self._forward, number=None), [*sample])
+        labels = [value for batch in batches for key, value in batch.items() if _has_labels(key, value)]
+        present = [label for label in _UNLIKELY if any(value.eq(label).any() for value in labels)]
+        return [*dict.fromkeys([*told.labels, IGNORED, *present])]
+
     def rows_of_sample(self) -> int:
         """Return the rows of a batch for each sample; 0 if that differs."""
         batches = [(collated(group, self._trainer.data_collator), len(group)) for group in self._groups]
@@ -414,7 +443,8 @@ class _Trials:
         with_targets = [seen for seen in groups_seen if seen[1][0] > 0]
         if not with_targets:
             raise ConfigError(
-                f"no sample of train_dataset of {len(samples)} has targets: all of its labels are {IGNORED}, and there "
+                f"no sample of train_dataset of {len(samples)} has targets: all of its labels are "
+                f"{self._kinds[0].ignored}, and there "
                 "is nothing to learn from; look at what makes the labels: a prompt may be cut off before its answer"
             )
         if len({seen[1] for seen in with_targets}) == 1 < len(with_targets):
@@ -424,6 +454,20 @@ class _Trials:
             )  # fmt: skip
         by_size = sorted(with_targets, key=lambda seen: seen[0])
         return [[seen[3] for seen in group] for group in in_groups(by_size, lambda seen: seen[:3], most=most)]
+
+
+class _Ignoring(TorchFunctionMode):
+    """Notes which labels functions of torch are told to ignore inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.cross_entropy, F.nll_loss):
+            place = 4  # input, target, weight, size_average, ignore_index
+            self.labels.append((kwargs or {}).get("ignore_index", args[place] if len(args) > place else IGNORED))
+        return func(*args, **(kwargs or {}))
 
 
 def _adds_means_up(trainer: Any) -> bool:

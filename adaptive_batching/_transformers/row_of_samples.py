@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,15 +58,23 @@ class Row:
     counted: Mapping[str, Any]
     """The batch that it was made of, with the same targets, to count them."""
 
+    no_target: Mapping[str, int] = field(default_factory=dict)
+    """By the key of targets, the number that is none; ``IGNORED`` for others."""
+
     def cut_again(self, shortest: int, targets: Sequence[str]) -> Row:
         """Return the row with its last sample cut into several, as :func:`in_last_place` says."""
         *others, last = self.bounds.lengths
         bounds = SampleBounds([*others, *in_last_place(last, shortest)])
         inputs = {**self.inputs, "position_ids": bounds.positions()}
-        return Row(_without_first(inputs, bounds, targets), bounds, self.counted)
+        return Row(_without_first(inputs, bounds, targets, self.no_target), bounds, self.counted, self.no_target)
 
 
-def row_of(batch: Mapping[str, Any], targets: Sequence[str] = (), taught: Sequence[str] = ("labels",)) -> Row:
+_OF_LABELS = {"labels": IGNORED}
+
+
+def row_of(
+    batch: Mapping[str, Any], targets: Sequence[str] = (), no_target: Mapping[str, int] = MappingProxyType(_OF_LABELS)
+) -> Row:
     """Return what a collate function has returned as a row, without its padding.
 
     A batch of one row without an attention mask is one already: samples begin where ``position_ids`` start over.
@@ -74,7 +83,7 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = (), taught: Sequen
         batch: An ``attention_mask``, [b, s], on the host, and others of as many tokens, [b, s, ...].
         targets: Keys of what belongs to the prediction from the token before: for the first token of a sample, that is
             none of its own.
-        taught: Keys of what is learnt wherever it is a target, be that in padding.
+        no_target: By the key of what is learnt wherever it is a target, be that in padding, the number that is none.
 
     Raises:
         NoRowError: If it is no such batch, or a target would be lost with the padding.
@@ -83,7 +92,7 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = (), taught: Sequen
     if mask is None and isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) == 1:
         begins = positions[0].diff(prepend=positions[0, :1] - 2).ne(1).nonzero().flatten()
         bounds = SampleBounds(torch.cat([begins, torch.tensor([positions.shape[1]])]).diff().tolist())
-        return Row(dict(batch), bounds, batch)  # without targets where samples begin
+        return Row(dict(batch), bounds, batch, no_target)  # without targets where samples begin
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise NoRowError("its batches have no attention_mask of a number for each token")
     keep = mask.bool()  # [b, s]
@@ -92,8 +101,8 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = (), taught: Sequen
     in_one_piece = (place >= first[:, None]) & (place < (first + lengths)[:, None])
     if not torch.equal(keep.to(mask.dtype), mask) or not torch.equal(keep, in_one_piece) or not lengths.all():
         raise NoRowError("its attention_mask has other numbers than 1 for the tokens of a sample and 0 for padding")
-    for key in taught:
-        if _is_of(mask.shape, value := batch.get(key)) and value[~keep].ne(_no_target(value)).any():
+    for key in no_target:
+        if _is_of(mask.shape, value := batch.get(key)) and value[~keep].ne(_none(value, key, no_target)).any():
             raise NoRowError(f"{key!r} of its batches has targets in padding, which a row would leave out")
     # What has no entry for each token stays as it is, such as indices of samples: a model that takes it shows.
     inputs = {key: value[keep][None] if _is_of(mask.shape, value) else value for key, value in batch.items()}
@@ -104,8 +113,8 @@ def row_of(batch: Mapping[str, Any], targets: Sequence[str] = (), taught: Sequen
         rows = torch.arange(len(mask))
         for key in targets:
             counted[key] = counted[key].clone()
-            counted[key][rows, first] = _no_target(counted[key])
-    return Row(_without_first(inputs, bounds, targets), bounds, counted)
+            counted[key][rows, first] = _none(counted[key], key, no_target)
+    return Row(_without_first(inputs, bounds, targets, no_target), bounds, counted, no_target)
 
 
 def _is_of(shape: tuple[int, ...], value: Any) -> bool:
@@ -113,16 +122,18 @@ def _is_of(shape: tuple[int, ...], value: Any) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(shape)
 
 
-def _without_first(inputs: dict[str, Any], bounds: SampleBounds, targets: Sequence[str]) -> dict[str, Any]:
+def _without_first(
+    inputs: dict[str, Any], bounds: SampleBounds, targets: Sequence[str], no_target: Mapping[str, int]
+) -> dict[str, Any]:
     changed = {}
     for key in targets:
         changed[key] = inputs[key].clone()
-        changed[key][:, bounds.starts()] = _no_target(inputs[key])
+        changed[key][:, bounds.starts()] = _none(inputs[key], key, no_target)
     return {**inputs, **changed}
 
 
-def _no_target(values: torch.Tensor) -> int:
-    return 0 if values.is_floating_point() or values.dtype == torch.bool else IGNORED
+def _none(values: torch.Tensor, key: str, no_target: Mapping[str, int]) -> int:
+    return 0 if values.is_floating_point() or values.dtype == torch.bool else no_target.get(key, IGNORED)
 
 
 # Attention
@@ -372,7 +383,7 @@ def pieces_of(row: Row, key: str) -> list[Piece]:
     others = {name: value for name, value in row.inputs.items() if name not in (*of_tokens, "position_ids")}
     for number, (start, length) in enumerate(zip(bounds.starts(), bounds.lengths, strict=True)):
         values = of_tokens[key][start : start + length]
-        places = values.ne(_no_target(values)).reshape(length, -1).any(1).nonzero().flatten().tolist()
+        places = values.ne(_none(values, key, row.no_target)).reshape(length, -1).any(1).nonzero().flatten().tolist()
         if places and len(pieces) < len(_FEW_TOKENS):
             end = start + places[-1] + 1
             begin = max(end - _FEW_TOKENS[len(pieces)], start)
@@ -391,7 +402,7 @@ def _is_by_sample(value: Any, num_samples: int) -> bool:
     return has_length and len(value) == num_samples
 
 
-def joined(pieces: Sequence[Piece], targets: Sequence[str]) -> Row:
+def joined(pieces: Sequence[Piece], targets: Sequence[str], no_target: Mapping[str, int]) -> Row:
     """Return pieces as a row."""
     bounds = SampleBounds([len(piece.tokens["attention_mask"]) for piece in pieces])
     inputs: dict[str, Any] = {key: torch.cat([piece.tokens[key] for piece in pieces])[None] for key in pieces[0].tokens}
@@ -403,10 +414,12 @@ def joined(pieces: Sequence[Piece], targets: Sequence[str]) -> Row:
                 torch.cat(values) if isinstance(value, torch.Tensor) else [each for of in values for each in of]
             )
     inputs["position_ids"] = bounds.positions()
-    return Row(_without_first(inputs, bounds, targets), bounds, inputs)
+    return Row(_without_first(inputs, bounds, targets, no_target), bounds, inputs, no_target)
 
 
-def with_another_first(pieces: Sequence[Piece], model: nn.Module, key: str) -> tuple[list[Piece], list[Piece]]:
+def with_another_first(
+    pieces: Sequence[Piece], model: nn.Module, key: str, no_target: Mapping[str, int]
+) -> tuple[list[Piece], list[Piece]]:
     """Return pieces twice, the first without targets and once with other tokens.
 
     For a model with a table of few positions they are repeated, so that there are more in the row than in the table.
@@ -414,7 +427,7 @@ def with_another_first(pieces: Sequence[Piece], model: nn.Module, key: str) -> t
     first, *rest = pieces
     values, ids = first.tokens[key], first.tokens["input_ids"]
     known = torch.unique(torch.cat([piece.tokens["input_ids"] for piece in pieces]))
-    first = first.changed(**{key: torch.full_like(values, _no_target(values))})
+    first = first.changed(**{key: torch.full_like(values, _none(values, key, no_target))})
     other = first.changed(input_ids=known[(torch.searchsorted(known, ids) + 1) % len(known)])
     positions = _of_text(model, "max_position_embeddings") or 0
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}

@@ -43,7 +43,7 @@ from adaptive_batching._transformers.handed_out import (
     rows_of,
     unheard,
 )
-from adaptive_batching._transformers.loss_kind import IGNORED, LossKind
+from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
 from adaptive_batching._transformers.row_of_samples import (
     Carried,
@@ -270,7 +270,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return batch if rows_of(batch) else None
 
     def _row_of(self, batch: Any, targets: Sequence[str]) -> Row:
-        return row_of(batch, targets, taught=(self.kind.key, "labels", "shift_labels"))
+        return row_of(batch, targets, self.kind.no_target)
 
     def cut_again(self, row: Row, shortest: int) -> Row:
         """Return a row whose last sample is several, for a probe."""
@@ -326,7 +326,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         total = sum(numbers)
 
         def in_row(pieces: Sequence[Piece], number: Any, around: Callable[..., Any]) -> Callable[[], torch.Tensor]:
-            made = joined(pieces, targets)
+            made = joined(pieces, targets, kind.no_target)
 
             def run() -> torch.Tensor:
                 with around(made.bounds):
@@ -364,7 +364,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         off, rounding = error(*self._as_row_and_as_batch(samples, targets))
         if off > rounding:
             return f"the gradient of a row is {percent(off)} off that of the padded batch"
-        rows = with_another_first(pieces, model, kind.key)
+        rows = with_another_first(pieces, model, kind.key, kind.no_target)
         number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
         carried = Carried(model)
         leak, rounding = error(*([in_row(row, number, partial(carried.on, self._attention))] for row in rows))
@@ -436,7 +436,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return len(samples)
         if self._label is None:
             return None
-        return sum(operator.index(sample[self._label]) != IGNORED for sample in samples)
+        return sum(operator.index(sample[self._label]) != self.kind.ignored for sample in samples)
 
     def filler(self) -> Part:
         return Part(self._filler, self.tokens(self._filler), weight=0)

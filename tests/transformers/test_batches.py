@@ -168,3 +168,61 @@ def test_batches_may_have_unlike_keys(size: Any, tmp_path: Path) -> None:
     split = without_probe(make_trainer(tmp_path / "ours", ours, model=WithPictures(), **given), 60)
     split.train()
     assert_alike(split, stock)
+
+
+class Pixels(nn.Module):
+    """Tells the class of each pixel, by a loss that ignores one of the labels."""
+
+    def __init__(self, ignored: int, *, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.ignored, self.by_hand = nn.Conv2d(3, 4, 3, padding=1), ignored, by_hand
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(pixel_values)
+        if self.by_hand:
+            is_target = labels != self.ignored
+            losses = F.cross_entropy(logits, labels * is_target, reduction="none")
+            return {"loss": (losses * is_target).sum() / is_target.sum(), "logits": logits}
+        return {"loss": F.cross_entropy(logits, labels, ignore_index=self.ignored), "logits": logits}
+
+
+@pytest.mark.parametrize(("ignored", "by_hand"), [(255, False), (0, False), (-1, True)])
+def test_a_label_that_is_no_target_may_be_any(ignored: int, by_hand: bool, tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
+    data = []
+    for number in range(40):
+        labels = torch.randint(0 if ignored else 1, 4, (6, 6), generator=chance)
+        labels[: number % 6] = ignored
+        data.append({"pixel_values": torch.randn(3, 6, 6, generator=chance), "labels": labels})
+    stack = lambda samples: {key: torch.stack([each[key] for each in samples]) for key in samples[0]}  # noqa: E731
+    given = {"data": data, "collator": stack, "num_train_epochs": 1}
+    stock = trained(tmp_path / "stock", model=Pixels(ignored, by_hand=by_hand), **given)
+    ours = AdaptiveArguments(micro_batch_size=3)
+    split = trained(tmp_path / "ours", ours, model=Pixels(ignored, by_hand=by_hand), **given)
+    assert_alike(split, stock)
+
+
+class OwnLabels(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Ignores the padding of ``input_ids``, and -1 in labels."""
+
+    def compute_loss(
+        self, model: Any, inputs: Features, *args: Any, num_items_in_batch: Any = None, **rest: Any
+    ) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1]
+        return F.cross_entropy(logits.mT, labels, ignore_index=-1)
+
+
+def ignoring_minus_one(samples: Data) -> Features:
+    batch = trainers.collate(samples)
+    return {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == -100, -1)}
+
+
+def test_rows_know_the_label_that_is_no_target(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"kind": OwnLabels, "collator": ignoring_minus_one, "num_train_epochs": 1}
+    stock = trained(tmp_path / "stock", **given)
+    ours = without_probe(make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto"), **given), 60)
+    ours.train()
+    assert_alike(ours, stock)
+    assert {each["padding"] for each in trainers.losses(ours)} == {1.0}
