@@ -34,6 +34,7 @@ class KeptTensor:
 
         self._alias = tensor.detach() if _is_plain(tensor) else None
         self._requires_grad = tensor.requires_grad
+        self._version = _version_of(tensor)
         self._copies: list[torch.Tensor] | None = None
         self._fingerprints: list[torch.Tensor | None] = [None] * len(self.parts)
 
@@ -57,6 +58,11 @@ class KeptTensor:
         return not (same and here.stride() == before.stride() and here.data_ptr() == before.data_ptr())
 
     @property
+    def was_written(self) -> bool:
+        """True if an operation has written to the tensor, even the same values; copies are not needed to know."""
+        return _version_of(self.tensor) != self._version
+
+    @property
     def has_changed(self) -> bool:
         return self._has_moved or any(True for _ in self._changed())
 
@@ -74,6 +80,10 @@ class KeptTensor:
             is_same = _same_bits(part, saved) if before is None else torch.equal(fingerprint(part), before)
             if not is_same:
                 yield part, saved
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # those that were made for inference have none
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

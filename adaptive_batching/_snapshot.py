@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ _DATA = 20_000  # entries in such containers beyond which they are taken for dat
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_THREADS = {"_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_SMALL = 2**16  # bytes of a tensor that is copied in each step, whether or not it has changed before
 _NOTHING = object()
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
@@ -79,6 +80,7 @@ class Snapshot:
             modules and optimizers.
         is_of_threads: True to note what other threads can reach, which leads to no module and takes no copies.
         looks_into_hooks: True to look into functions that objects and modules have, such as hooks.
+        copied: Numbers of tensors of no module that are copied; None for all. Small ones are, in any case.
         copies: Where copies of tensors go: ``"here"``, on the ``"host"``, or ``"nowhere"``, for a caller who keeps the
             values of :attr:`tensors`.
     """
@@ -93,10 +95,12 @@ class Snapshot:
         looks_into_long: bool = True,
         looks_into_hooks: bool = False,
         is_of_threads: bool = False,
+        copied: Collection[int] | None = None,
         copies: str = "here",
     ) -> None:
         self._elsewhere = {id(tensor) for tensor in elsewhere}
         self._left_in_long, self._is_in_long = _DATA if looks_into_long else 0, False
+        self._copied = copied
         self._looks_into_hooks, self._is_of_threads = looks_into_hooks, is_of_threads
         self._shared = set() if is_of_threads else _shared_with_threads()
         self._follows_optimizers = False  # whose states are large, and which no forward or backward changes
@@ -106,7 +110,7 @@ class Snapshot:
         self._of_modules: list[tuple[nn.Module, dict[str, Any]]] = []  # each with the saved copy of its vars
         self._attributes: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
-        self._states: list[tuple[HasState, Any, Place | None]] = []
+        self._states: list[tuple[HasState, Any, Place | None, int]] = []
         self._kept: list[KeptTensor] = []
         self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are not copied
         self._parameters: list[tuple[nn.Parameter, Place | None]] = []
@@ -131,7 +135,8 @@ class Snapshot:
                 self._hashes.append((parameter, hash_of(parameter)))
         if copies != "nowhere":
             for kept in self._kept:
-                kept.copy(on_host=copies == "host")
+                if self._is_copied(kept.tensor, kept.place):
+                    kept.copy(on_host=copies == "host")
 
     @property
     def reached(self) -> set[Any]:
@@ -163,9 +168,14 @@ class Snapshot:
                 places |= {(module, n) for n in names if before.get(n, _NOTHING) is not now.get(n, _NOTHING)}
         places -= {(module, name) for module, _ in self._of_modules for name in ("_buffers", "_parameters", "_modules")}
         places |= {place for container, saved, place in self._containers if not is_as(container, saved)}
-        places |= {place for holder, state, place in self._states if not same_state(holder.get(), state)}
+        places |= {place for holder, state, place, _ in self._states if not same_state(holder.get(), state)}
         places |= {kept.place for kept in self._kept if kept.has_changed}
         return {place for place in places if place is not None}
+
+    def written(self) -> set[int]:
+        """Return the numbers of tensors and arrays of no module that have been written to."""
+        arrays = {number for holder, state, _, number in self._states if not same_state(holder.get(), state)}
+        return arrays | {id(kept.tensor) for kept in self._kept if kept.place is None and kept.was_written}
 
     def check_uncopied(self) -> None:
         """Raise ConfigError if a parameter or another tensor has changed that is not copied."""
@@ -200,7 +210,7 @@ class Snapshot:
                 space[name] = value
         for cell, value in self._cells:
             cell.cell_contents = value
-        for holder, state, _ in self._states:
+        for holder, state, *_ in self._states:
             holder.set(state)
         for kept in self._kept:
             kept.put_back()
@@ -346,7 +356,8 @@ class Snapshot:
         elif isinstance(value, torch.Tensor):
             self._keep(value, place)
         elif (holder := holder_of(value)) is not None:
-            self._states.append((holder, holder.get(), place))
+            if self._is_copied(value, place):
+                self._states.append((holder, holder.get(), place, id(value)))
         elif isinstance(value, Optimizer):
             if self._follows_optimizers:
                 self._look_into_attributes(vars(value), place)
@@ -363,6 +374,11 @@ class Snapshot:
         for entry in entries:
             self._look_at(entry, place)
         self._is_in_long = around
+
+    def _is_copied(self, value: Any, place: Place | None) -> bool:
+        """Return True for a tensor or an array that is small, of a module, or known to change."""
+        is_small = place is not None or getattr(value, "nbytes", 0) <= _SMALL
+        return self._copied is None or is_small or id(value) in self._copied
 
     def _keep(self, tensor: torch.Tensor, place: Place | None) -> None:
         if id(tensor) in self._elsewhere:
@@ -388,14 +404,15 @@ class StepState:
     It is learned rather than listed.
 
     In the first step, and in one after :meth:`look_again`, all modules are watched; from then on, what has changed then
-    is saved, and whatever else than a module can be reached from ``owners``. Parameters that are trained are left out,
-    and all of them where most are not.
+    is saved, and whatever else than a module can be reached from ``owners``. Of that, a large tensor is copied once a
+    step has written to it. Parameters that are trained are left out, and all of them where most are not.
     """
 
     def __init__(self, owners: Sequence[Any]) -> None:
         self.owners = owners
         self._places: set[Place] = set()
         self._modules: list[nn.Module] = []
+        self._written: set[int] = set()
         self._watches = True
         self._snapshot = Snapshot()
 
@@ -412,7 +429,7 @@ class StepState:
             self._snapshot = Snapshot(self.owners, elsewhere=left_out, copies="host")
         else:
             self._snapshot = Snapshot(
-                self.owners, places=self._places, skipped=self._modules, looks_into_long=False
+                self.owners, places=self._places, skipped=self._modules, looks_into_long=False, copied=self._written
             )  # fmt: skip
 
     def put_back(self) -> None:
@@ -424,6 +441,7 @@ class StepState:
             self._places |= self._snapshot.changed()
             self._modules = self._snapshot.modules
             self._watches = False
+        self._written |= self._snapshot.written()
         if put_back:
             self._snapshot.put_back()
         self._snapshot = Snapshot()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batching import (
     AdaptiveBatchingConfig,
@@ -456,3 +457,84 @@ def test_what_has_a_pool_of_threads_keeps_what_it_counts_and_its_modules_are_put
     step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
     assert pooled.results and pooled.codes.num_batches_tracked == 0
     pooled.pool.shutdown()
+
+
+class Holding:
+    """A loss that is a method of what holds large tensors and arrays, two of which it changes."""
+
+    def __init__(self) -> None:
+        self.large = [torch.zeros(2**18) for _ in range(8)]  # of 1 MiB each
+        self.array, self.counted = np.zeros(2**17), np.zeros(2**17)
+        self.changing = torch.zeros(2**15)  # of 128 KiB
+        self.after = 0  # steps that only read
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        with torch.no_grad():
+            self.changing += len(batch)
+            self.counted += len(batch)
+        return model(batch).square().sum() + self.large[0].sum() + float(self.array.sum()), len(batch)
+
+
+class Copies(TorchDispatchMode):
+    """Adds up the bytes that are copied within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::clone", "aten::_to_copy", "aten::copy_"):
+            self.num_bytes += result.nbytes
+        return result
+
+
+def test_no_step_copies_what_a_loss_holds_and_leaves_as_it_is() -> None:
+    model, holding = nn.Linear(4, 1), Holding()
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), holding.loss)
+    step(SAMPLES)
+    with Copies() as copies:
+        step(SAMPLES)
+    assert holding.changing.nbytes <= copies.num_bytes < 2 * holding.changing.nbytes
+
+
+def test_what_a_loss_changes_in_place_is_put_back_before_samples_run_again() -> None:
+    model, holding = nn.Linear(4, 1), Holding()
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), holding.loss)
+    failures = iter([False, True, False, True])
+
+    def run_out(*_: Any) -> None:
+        if torch.is_grad_enabled() and next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_hook(run_out)
+    for _ in range(4):
+        step(SAMPLES)
+    assert step.num_recoveries == 2
+    assert holding.changing.eq(4 * 8).all() and (holding.counted == 4 * 8).all()
+
+
+def compiled(kept: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not torch.compiler.is_compiling():
+            kept.eager += 1
+        return model(batch).square().sum(), torch.tensor(float(len(batch)))
+
+    return torch.compile(loss, backend="eager")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("encloses", [False, True])
+def test_a_compiled_loss_is_compiled_after_a_check_too(encloses: bool) -> None:
+    kept = types.ModuleType("kept")  # whose attributes nobody puts back
+    kept.eager = 0  # type: ignore[attr-defined]
+    of_compiled = compiled(kept)
+    loss = (lambda model, batch: of_compiled(model, batch)) if encloses else of_compiled
+    model = nn.Linear(4, 1)
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step.max_tokens = 4
+    step(SAMPLES)
+    checked = kept.eager
+    assert checked > 0, "a check compiles nothing"
+    for _ in range(3):
+        step(SAMPLES)
+    assert kept.eager == checked
