@@ -35,6 +35,7 @@ from adaptive_batching._transformers.before_training import begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
+from adaptive_batching._transformers.handed_out import PairLength
 from adaptive_batching._transformers.loss_kind import LossKind, add_up_together, find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
@@ -60,6 +61,7 @@ class Known:
     goes_on: bool = False  # it comes from a checkpoint, and training has not yet gone on
     checkpoint: str = ""
     devices: int | None = None  # of the run that is resumed
+    longest_pair: tuple[int, int] | None = None  # of its data
 
 
 class AdaptiveRun:
@@ -200,15 +202,19 @@ class AdaptiveRun:
         """Take what the run that is resumed has found, rather than to look for it again."""
         path = checkpoint / FILE
 
-        def read() -> tuple[StoredProbe | None, int, list[int]]:
+        def read() -> tuple[StoredProbe | None, int, list[int], tuple[int, int] | None]:
             values = json.loads(path.read_text())
             stored = None if values["found"] is None else StoredProbe.from_dict(values["found"])
-            return stored, int(values["devices"]), values.get("sizes", [])
+            pair = values.get("longest_pair")
+            longest_pair = None if pair is None else (int(pair[0]), int(pair[1]))
+            return stored, int(values["devices"]), values.get("sizes", []), longest_pair
 
         read_back = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
-        stored, devices, sizes = read_back or (None, None, [])
+        stored, devices, sizes, pair = read_back or (None, None, [], None)
         self._asked.note(sizes)
-        self._known = Known(stored, stays=True, goes_on=True, checkpoint=str(checkpoint), devices=devices)
+        self._known = Known(
+            stored, stays=True, goes_on=True, checkpoint=str(checkpoint), devices=devices, longest_pair=pair
+        )
 
     def check_place(self, step: int, epoch: float) -> None:
         """Raise ConfigError unless ``epoch`` epochs are over after ``step`` steps in this run, too."""
@@ -237,8 +243,10 @@ class AdaptiveRun:
         epoch, steps = self.schedule.place_of(self._trainer.state.global_step)
         begun = self.schedule.decisions[: epoch + (steps > 0)]
         sizes = [each.previous for each in begun[:1]] + [each.batch_size for each in begun]
-        values = {"devices": self._trainer.args.world_size, "found": stored, "sizes": sizes}
-        (checkpoint / FILE).write_text(json.dumps(values))
+        pair = self.data.longest_pair if self.data is not None and isinstance(self.data.length, PairLength) else None
+        devices = self._trainer.args.world_size
+        kept = {"devices": devices, "found": stored, "sizes": sizes, "longest_pair": pair}
+        (checkpoint / FILE).write_text(json.dumps(kept))
 
     def prepare(self, loader: Any) -> None:
         """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
@@ -251,7 +259,10 @@ class AdaptiveRun:
         """
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
         self._check_that_ranks_have_the_same_settings()
-        self.data = data = TrainingData(trainer, loader, resizes=settings.resizes, before=self.data)
+        self.data = data = TrainingData(
+            trainer, loader, resizes=settings.resizes, before=self.data, longest_pair=self._known.longest_pair
+        )
+        self._known = dataclasses.replace(self._known, longest_pair=None)  # other data may come
         of_accelerate = trainer.accelerator._dataloaders
         configured, accumulated = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
         samples = -(-data.num_samples // args.world_size)

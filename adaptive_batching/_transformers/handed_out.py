@@ -62,7 +62,7 @@ _LENGTHS = [
     ((), ("chosen_ids", "rejected_ids")),
     ((), ("input_ids_chosen", "input_ids_rejected")),
 ]
-_TARGETS = {"labels", "decoder_input_ids", "decoder_attention_mask"}
+TARGETS = {"labels", "decoder_input_ids", "decoder_attention_mask"}
 _IMAGES = {"image", "images", "pixel_values", "pixel_values_videos"}
 
 
@@ -98,25 +98,22 @@ def has_decoder(model: Any) -> bool:
 class PairLength:
     """Counts tokens of samples for an encoder and a decoder, each of which pads to the longest of a part.
 
-    A sample counts as the tokens of :attr:`longest` times the larger of two shares: of its input in the longest input,
-    and of its target in the longest target. Samples that count no more than others that fit then have no more tokens on
-    either side, of which one may take far more memory than the other.
+    A sample counts as the tokens of the longest input and the longest target, times the larger of two shares: of its
+    input in the longest input, and of its target in the longest target. Samples that count no more than others that fit
+    then have no more tokens on either side, of which one may take far more memory than the other.
     """
 
-    def __init__(self, data: Any, sample: Callable[[int], Sample]) -> None:
-        samples = map(data.__getitem__, range(len(data)))
-        sizes = [(len(sample["input_ids"]), len(sample["labels"])) for sample in samples]
-        sources, targets = zip(*sizes, strict=True)
-        self._most: tuple[int, int] = (max(sources), max(targets))
-        source, target = sample(sources.index(self._most[0])), sample(targets.index(self._most[1]))
-        self.longest: Sample = {**source, **{key: target[key] for key in _TARGETS & target.keys()}}
-        """The longest input with the longest target, to which a batch may be padded."""
+    def __init__(self, longest: Callable[[], tuple[int, int]]) -> None:
+        self._longest = longest  # which may have to read all of the data
 
     def __call__(self, sample: Sample) -> int:
-        sizes = len(sample["input_ids"]), len(sample["labels"])
-        shares = zip(sizes, self._most, strict=True)
-        longest: int = max(-(-size * sum(self._most) // max(most, 1)) for size, most in shares)
-        return longest
+        return 0 if sample is None else self.of(len(sample["input_ids"]), len(sample["labels"]))
+
+    def of(self, source: int, target: int) -> int:
+        most = self._longest()
+        return max(
+            -(-size * sum(most) // max(longest, 1)) for size, longest in zip((source, target), most, strict=True)
+        )
 
 
 def rows_of(batch: Any) -> int:

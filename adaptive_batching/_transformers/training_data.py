@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import operator
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import SeedableRandomSampler
@@ -14,6 +17,7 @@ from adaptive_batching._loop.samples import collated
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._snapshot import Snapshot
 from adaptive_batching._transformers.handed_out import (
+    TARGETS,
     PairLength,
     Sample,
     count_numbers,
@@ -25,6 +29,9 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.refusals import check_loader
 
+log = logging.getLogger(__name__)
+
+_LONG = 1.0  # seconds of a search that a line tells of
 _TO_MEASURE = 32  # samples of which some are run to know the loss
 _LISTED = 10_000  # batches of an epoch, from which some are taken
 _OF_BATCH = 8  # samples of such a batch that are read
@@ -43,17 +50,29 @@ class Extremes(NamedTuple):
 class TrainingData:
     """The samples of a loader that trains, read one by one; random numbers stay as they are.
 
-    ``before`` is that of an earlier run, whose extremes are these if it has read the same.
+    ``before`` is that of an earlier run, whose extremes are these if it has read the same; ``longest_pair`` is known of
+    a run that goes on.
 
     Raises:
         ConfigError: If the loader cannot be used; ``resizes`` if its batches are to have another size.
     """
 
-    def __init__(self, trainer: Any, loader: Any, *, resizes: bool, before: TrainingData | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        loader: Any,
+        *,
+        resizes: bool,
+        before: TrainingData | None = None,
+        longest_pair: tuple[int, int] | None = None,
+    ) -> None:
         self.loader = loader
         self._trainer, self._read = trainer, (trainer.train_dataset, trainer.data_collator)
         self.samplers = check_loader(trainer, loader, int(trainer.args.per_device_train_batch_size), resizes=resizes)
         """Of batches, each of which is told their size."""
+
+        self._longest_pair = longest_pair
+        self._rows: dict[int, Any] = {}  # some of the data, by their place
 
         self.num_samples = self._drawn()
         """Samples that all devices draw in an epoch, which may be others than the data has."""
@@ -61,8 +80,9 @@ class TrainingData:
         with reading(loader.dataset, trainer.args.device):
             count = len(loader.dataset)
             few = min(count, _TO_MEASURE)
-            some = [self._sample(number * count // few) for number in range(few)]
-            self.some = without_left_out(some, trainer.data_collator)
+            for index in (number * count // few for number in range(few)):
+                self._rows[index] = self._row(index)
+            self.some = without_left_out(list(map(self._sample_of, self._rows.values())), trainer.data_collator)
             """Samples from all of the data."""
 
             self.length = self._length_function(self.some[0])
@@ -70,7 +90,7 @@ class TrainingData:
 
         self._extremes: Extremes | None = None
         if before is not None and all(map(operator.is_, before._read, self._read)):
-            self._extremes = before._extremes
+            self._extremes, self._longest_pair = before._extremes, before._longest_pair
 
     @property
     def extremes(self) -> Extremes:
@@ -120,37 +140,100 @@ class TrainingData:
             return len(self.loader.dataset)
         return len(sampler) * (1 if is_shared else int(self._trainer.args.world_size))
 
+    def _row(self, index: int) -> Any:
+        """Return a row of the data; those that are looked at before training are kept, as reading may take long."""
+        return self._rows[index] if index in self._rows else self.loader.dataset[index]
+
     def _sample(self, index: int) -> Sample:
+        return self._sample_of(self._row(index))
+
+    def _sample_of(self, row: Any) -> Sample:
         of_samples = handing_out_samples(self.loader, self._trainer.data_collator)
-        return of_samples.collate_fn([self.loader.dataset[index]]).features[0]
+        return of_samples.collate_fn([row]).features[0]
 
     def _length_function(self, sample: Sample) -> Callable[[Sample], int] | None:
         trainer = self._trainer
         targets = has_decoder(trainer.model)
         length = length_function(sample, getattr(trainer.data_collator, "max_length", None), targets=targets)
         if length is not None and targets and {"input_ids", "labels"} <= sample.keys():
-            return PairLength(self.loader.dataset, self._sample)
+            return PairLength(lambda: self.longest_pair)
         return length
 
-    def _find_extremes(self) -> Extremes:
-        data, length, collator = self.loader.dataset, self.length, self._trainer.data_collator
-        if length is None:
-            some = [self._sample(index) for index in range(min(len(data), _TO_MEASURE))]
-            some = without_left_out(some, collator)
-            by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], collator)))
-            return Extremes(1, 1.0, by_size[-1], by_size[0])
-        by_length = sorted((length(data[index]), index) for index in range(len(data)))
-        mean = sum(tokens for tokens, _ in by_length) / len(by_length)
-        (tokens, longest), (_, shortest) = self._first_kept(reversed(by_length)), self._first_kept(by_length)
-        extremes = Extremes(tokens, mean, longest, shortest)
-        if isinstance(length, PairLength):
-            extremes = extremes._replace(tokens=length(length.longest), longest=length.longest)
-        return extremes
+    @property
+    def longest_pair(self) -> tuple[int, int]:
+        """Tokens of the longest input and of the longest target, for an encoder and a decoder."""
+        if self._longest_pair is None:
+            sources, targets = zip(*self._sizes, strict=True)
+            self._longest_pair = (max(sources), max(targets))
+        return self._longest_pair
 
-    def _first_kept(self, by_length: Iterable[tuple[int, int]]) -> tuple[int, Sample]:
+    @functools.cached_property
+    def _sizes(self) -> list[Any]:
+        """The tokens of all samples, or those of their inputs and targets: of a column, or of reading all once."""
+        if (column := self._column()) is not None:
+            return column
+        data, sizes = self.loader.dataset, list[Any]()
+        extreme: dict[str, tuple[int, int, Any]] = {}  # the least and most of each size: tokens, place, row
+        start, is_told = time.monotonic(), False
+        with reading(data, self._trainer.args.device):
+            for index in range(len(data)):
+                row = self._row(index)
+                sizes.append(size := self._size_of(row))
+                for at, tokens in enumerate(size if isinstance(size, tuple) else (size,)):
+                    for name, sign in ((f"most of {at}", 1), (f"least of {at}", -1)):
+                        if name not in extreme or sign * tokens > sign * extreme[name][0]:
+                            extreme[name] = tokens, index, row
+                if not is_told and (seconds := time.monotonic() - start) > _LONG:
+                    is_told = True
+                    log.warning(
+                        "all %d samples are read to find the longest (%d in %.1f s so far); a column %r of "
+                        "train_dataset, with the tokens of each, would save this",
+                        len(data), index + 1, seconds, self._trainer.args.length_column_name,
+                    )  # fmt: skip
+        self._rows |= {index: row for _, index, row in extreme.values()}
+        return sizes
+
+    def _size_of(self, row: Any) -> Any:
+        if isinstance(self.length, PairLength):
+            return (0, 0) if row is None else (len(row["input_ids"]), len(row["labels"]))
+        assert self.length is not None
+        return self.length(row)
+
+    def _column(self) -> list[int] | None:
+        """Return the lengths that the data have in a column, if those of some samples are right."""
+        data, name = self._trainer.train_dataset, getattr(self._trainer.args, "length_column_name", None)
+        count = len(self.loader.dataset)
+        if isinstance(self.length, PairLength) or name not in (getattr(data, "column_names", None) or ()):
+            return None
+        without_transforms = data.with_format(None) if hasattr(data, "with_format") else data
+        lengths = list(without_transforms[name])
+        if len(lengths) == count and all(lengths[index] == self._size_of(row) for index, row in self._rows.items()):
+            return lengths
+        log.info("column %r of train_dataset is not used: it has other numbers than the tokens of samples", name)
+        return None
+
+    def _find_extremes(self) -> Extremes:
+        length, collator = self.length, self._trainer.data_collator
+        if length is None:
+            by_size = sorted(self.some, key=lambda sample: count_numbers(collated([sample], collator)))
+            return Extremes(1, 1.0, by_size[-1], by_size[0])
+        sizes = self._sizes
+        if isinstance(length, PairLength):
+            sizes = [length.of(*size) for size in sizes]
+        mean = sum(sizes) / len(sizes)
+        tokens, longest = self._first_kept(sizes, sorted(range(len(sizes)), key=lambda index: -sizes[index]))
+        _, shortest = self._first_kept(sizes, sorted(range(len(sizes)), key=lambda index: sizes[index]))
+        if isinstance(length, PairLength):
+            sources, targets = zip(*self._sizes, strict=True)
+            source, target = (self._sample(of.index(max(of))) for of in (sources, targets))
+            longest = {**source, **{key: target[key] for key in TARGETS & target.keys()}}
+            tokens = length(longest)
+        return Extremes(tokens, mean, longest, shortest)
+
+    def _first_kept(self, sizes: Sequence[int], order: Sequence[int]) -> tuple[int, Sample]:
         """Return the first sample that the collate function does not leave out, after its length."""
-        for tokens, index in by_length:
+        for index in order:
             sample = self._sample(index)
             if without_left_out([sample, self.some[0]], self._trainer.data_collator)[0] is sample:
-                return tokens, sample
+                return sizes[index], sample
         raise AssertionError("some samples are kept")

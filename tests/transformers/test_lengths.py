@@ -1,0 +1,74 @@
+"""Lengths of samples are found without reading more of the data than that takes, and of text by collating it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.transformers import trainers
+from tests.transformers.trainers import Features, make_trainer
+
+
+def auto() -> AdaptiveArguments:
+    return AdaptiveArguments(micro_batch_size="auto")
+
+
+class Counting(list[Features]):
+    """Counts how often each row is read; one of them takes ``seconds``."""
+
+    def __init__(self, rows: list[Features], seconds: float = 0.0) -> None:
+        super().__init__(rows)
+        self.read: Counter[int] = Counter()
+        self.seconds = seconds
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(self.seconds if index == 4 else 0)
+        self.read[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("make", [trainers.make_llama, trainers.make_t5])
+def test_before_training_no_row_is_read_twice(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = Counting(trainers.make_data(80))
+    make_trainer(tmp_path, auto(), model=make(), data=data).adaptive.find()
+    assert max(data.read.values()) == 1
+    assert "to find the longest" not in caplog.text
+
+
+def test_a_run_that_goes_on_does_not_search_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_steps": 1, "save_strategy": "steps"}
+    made = []
+    for steps in (1, 2):
+        data = Counting(trainers.make_data(80))
+        ours = AdaptiveArguments(micro_batch_size=4)
+        made.append(make_trainer(tmp_path, ours, model=trainers.make_t5(), data=data, max_steps=steps, **settings))
+        made[-1].train(resume_from_checkpoint=steps > 1)
+    assert sum(data.read.values()) < 80
+
+
+def test_a_long_search_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = make_trainer(tmp_path, auto(), data=Counting(trainers.make_data(40), 1.1))
+    with caplog.at_level(logging.WARNING, "adaptive_batching"):
+        ours.adaptive.find()
+    [line] = [record.getMessage() for record in caplog.records if "to find the longest" in record.getMessage()]
+    assert "all 40 samples are read" in line and "a column 'length'" in line
+
+
+@pytest.mark.parametrize(("off", "reads_all"), [(0, False), (1, True)])
+def test_a_column_of_lengths_is_used_if_it_is_right(off: int, reads_all: bool, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{**each, "length": len(each["input_ids"]) + off} for each in trainers.make_data(80)]
+    data = datasets.Dataset.from_list(rows)
+    read: list[int] = []
+    data.set_transform(lambda batch: (read.append(len(batch["input_ids"])), batch)[1])
+    ours = make_trainer(tmp_path, auto(), data=data, remove_unused_columns=False)
+    ours.adaptive.find()
+    assert ours.adaptive.longest == 24
+    assert (sum(read) >= 80) == reads_all
