@@ -233,10 +233,12 @@ def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: Comman
         command = command_of_recipe(command, folder, args.devices, args.sequence_length)
     notes = folder / "processes"
     notes.mkdir()
+    scratch = folder / "scratch"
+    scratch.mkdir()
     steps = sys.maxsize if args.whole else args.steps
     write_nvidia_smi(folder / "bin")
     environment = _environment(device.environment(os.environ), notes, steps, folder / "bin")
-    environment |= {**offline(folder / "scratch"), "EMULATED_DEVICE_KEEPS_BEFORE": f"{args.begun:.6f}"}
+    environment |= {**offline(scratch), "EMULATED_DEVICE_KEEPS_BEFORE": f"{args.begun:.6f}"}
     if args.time and not args.whole and column.gpu is not None:
         environment[TIME] = "1"
     ending = _end_of(command, environment, notes, args.max_seconds, to_stderr=args.json)
@@ -309,8 +311,8 @@ def _end_of(
     begun = time.perf_counter()
     interrupted, waited = False, None
     output = sys.stderr if to_stderr else None
-    _adopt_orphans()
-    with _interruptible():
+    others = _descendants(os.getpid())
+    with _interruptible(), _orphans_adopted():
         try:
             child = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output)
         except OSError as error:
@@ -324,17 +326,17 @@ def _end_of(
             interrupted = True
             _interrupt(child)
         finally:
-            _end_all(child)
+            _end_all(child, others)
     return Ending(child.returncode, interrupted, time.perf_counter() - begun, waited)
 
 
-def _end_all(child: subprocess.Popen[bytes]) -> None:
+def _end_all(child: subprocess.Popen[bytes], others: Sequence[int]) -> None:
     """End all that a command has started, also in sessions of their own, as torchrun's workers are.
 
     What removes the shared memory of processes that are gone ends by itself, and is given a moment for it.
     """
     deadline = time.monotonic() + GRACE_OF_CLEANERS
-    while left := _descendants(os.getpid()):
+    while (left := set(_descendants(os.getpid())) - {*others}) and time.monotonic() < deadline + GRACE:
         for process in left:
             if time.monotonic() > deadline or not _is_cleaner(process):
                 with contextlib.suppress(ProcessLookupError):
@@ -369,10 +371,16 @@ def _is_cleaner(process: int) -> bool:
     return any(name in command for name in _CLEANERS)
 
 
-def _adopt_orphans() -> None:
+@contextlib.contextmanager
+def _orphans_adopted() -> Iterator[None]:
     """Have what a script leaves running become a child of this process, by which it is found."""
     set_child_subreaper = 36  # linux/prctl.h
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+    set_to = ctypes.CDLL(None).prctl
+    set_to(set_child_subreaper, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        set_to(set_child_subreaper, 0, 0, 0, 0)
 
 
 def _wait_for(child: subprocess.Popen[bytes], notes: Path, max_seconds: float) -> bool:

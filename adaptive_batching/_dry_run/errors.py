@@ -24,8 +24,7 @@ def start() -> None:
     def keep_and_call(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if "torch" not in sys.modules:
             with contextlib.suppress(Exception):  # a report watches, and breaks nothing
-                values = {"process": os.getpid(), "peaks": {}, "steps": [], "error": describe_error(error)}
-                write_process(Path(os.environ[FOLDER]), values)
+                _write(describe_error(error))
         of_python(kind, error, trace)
 
     if FOLDER in os.environ:
@@ -34,7 +33,10 @@ def start() -> None:
 
 def note(text: str) -> None:
     """Write down why this process ends, which has come to nothing yet."""
-    error = {"text": text, "is_of_host_memory": False, "line": None, "is_of_script": False}
+    _write({"text": text, "is_of_host_memory": False, "line": None, "is_of_script": False})
+
+
+def _write(error: dict[str, Any]) -> None:
     values = {"process": os.getpid(), "peaks": {}, "steps": [], "error": error}
     write_process(Path(os.environ[FOLDER]), values)
 

@@ -49,7 +49,9 @@ def operation(
     name, inputs = packet.__name__, each_once(read)
     dtype = str(inputs[0].dtype if inputs else "").removeprefix("torch.")
     # The older `allow_tf32` cannot be read any more where a script has set one of these.
-    of_kind: Any = torch.backends.cudnn.conv if "conv" in name else torch.backends.cuda.matmul
+    of_kind: Any = torch.backends.cuda.matmul
+    if "conv" in name:
+        of_kind = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     if dtype == "float32" and of_kind.fp32_precision == "tf32":
         dtype = "tf32"
     moved = _bytes_moved(func, name, inputs, written)

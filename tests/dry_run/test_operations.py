@@ -52,7 +52,7 @@ def test_rows_of_a_product_begin_at_multiples_of_16_bytes_or_not(
 @pytest.fixture
 def precisions() -> Iterator[Any]:
     """Settings of torch for float32, which are as before afterwards."""
-    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    kinds: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [kind.fp32_precision for kind in kinds]
     yield kinds
     for kind, precision in zip(kinds, before, strict=True):

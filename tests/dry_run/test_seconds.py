@@ -247,9 +247,12 @@ def test_the_cheapest_and_the_fastest_that_fit_are_found() -> None:
 @pytest.mark.parametrize("unit", ["tokens", "samples"])
 def test_cards_are_compared_by_what_they_train_and_not_by_steps_of_unlike_sizes(unit: str) -> None:
     small, large = (
-        replace(Forecast(seconds_of_step(work(*[PRODUCT] * times), A100), "A100-80GB", "one device", 1, 0, 0), **amount)
-        for times, amount in ((2, {unit: 1000}), (3, {unit: 4000}))
-    )
+        Forecast(
+            seconds_of_step(work(*[PRODUCT] * times), A100), "A100-80GB", "one device", 1, samples=amount,
+            tokens=amount if unit == "tokens" else 0,
+        )
+        for times, amount in ((2, 1000), (3, 4000))
+    )  # fmt: skip
     for length in (RunLength(price=1.0), RunLength(steps=10, price=1.0)):
         assert cheapest_and_fastest([small, large], [length] * 2) == (1, 1), "three times the work for four as many"
     epochs = RunLength(epochs=1, price=1.0)  # of unlike lengths, padding included: hours count

@@ -14,7 +14,37 @@
 
 namespace {
 
-template <class Function> Function* real(const char* name) { return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name)); }
+// The functions that these stand in front of, found when the library is loaded: later there may be a lock in the way, as
+// between fork and exec.
+struct Functions {
+  int (*openat)(int, const char*, int, ...);
+  FILE* (*fopen)(const char*, const char*);
+  int (*truncate)(const char*, off_t);
+  int (*unlink)(const char*);
+  int (*remove)(const char*);
+  int (*unlinkat)(int, const char*, int);
+  int (*rename)(const char*, const char*);
+  int (*renameat)(int, const char*, int, const char*);
+  int (*renameat2)(int, const char*, int, const char*, unsigned);
+};
+template <class Function> void find(Function& function, const char* name) { function = reinterpret_cast<Function>(dlsym(RTLD_NEXT, name)); }
+const Functions& real() {
+  static const Functions all = [] {
+    Functions found;
+    find(found.openat, "openat64");  // as is openat where this library runs, on 64 bits
+    find(found.fopen, "fopen64");
+    find(found.truncate, "truncate64");
+    find(found.unlink, "unlink");
+    find(found.remove, "remove");
+    find(found.unlinkat, "unlinkat");
+    find(found.rename, "rename");
+    find(found.renameat, "renameat");
+    find(found.renameat2, "renameat2");
+    return found;
+  }();
+  return all;
+}
+__attribute__((constructor)) void find_all() { real(); }
 
 double begun() {  // seconds since 1970; 0 where nothing is kept
   static const double seconds = getenv("EMULATED_DEVICE_KEEPS_BEFORE") ? atof(getenv("EMULATED_DEVICE_KEEPS_BEFORE")) : 0;
@@ -55,8 +85,8 @@ bool keeps(int folder, const char* path, int follows = AT_SYMLINK_NOFOLLOW) {
   std::string name = absolute(folder, path);
   if (is_cache(name)) return false;
   if (const char* machine = device::machine()) {
-    static auto* open_file = real<int(const char*, int, ...)>("open");
-    int list = open_file((std::string(machine) + "/kept").c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
+    std::string file = std::string(machine) + "/kept";
+    int list = real().openat(AT_FDCWD, file.c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
     if (list >= 0) {
       name += '\n';
       if (write(list, name.data(), name.size()) < 0) {}
@@ -67,41 +97,36 @@ bool keeps(int folder, const char* path, int follows = AT_SYMLINK_NOFOLLOW) {
   return true;
 }
 
-int opened(const char* function, int folder, const char* path, int flags, mode_t mode) {
-  if ((flags & O_TRUNC) && keeps(folder, path, 0)) return -1;
-  return real<int(int, const char*, int, ...)>(function)(folder, path, flags, mode);
+int opened(int folder, const char* path, int flags, mode_t mode) {
+  return (flags & O_TRUNC) && keeps(folder, path, 0) ? -1 : real().openat(folder, path, flags, mode);
 }
+FILE* opened(const char* path, const char* mode) {
+  return *mode == 'w' && keeps(AT_FDCWD, path, 0) ? nullptr : real().fopen(path, mode);
+}
+int shortened(const char* path, off_t n) { return keeps(AT_FDCWD, path, 0) ? -1 : real().truncate(path, n); }
 
 }  // namespace
 
 #define MODE(flags) mode_t mode = 0; if ((flags) & (O_CREAT | O_TMPFILE)) { va_list given; va_start(given, flags); mode = va_arg(given, mode_t); va_end(given); }
-API int open(const char* path, int flags, ...) { MODE(flags) return opened("openat", AT_FDCWD, path, flags, mode); }
-API int open64(const char* path, int flags, ...) { MODE(flags) return opened("openat64", AT_FDCWD, path, flags, mode); }
-API int openat(int folder, const char* path, int flags, ...) { MODE(flags) return opened("openat", folder, path, flags, mode); }
-API int openat64(int folder, const char* path, int flags, ...) { MODE(flags) return opened("openat64", folder, path, flags, mode); }
-API int creat(const char* path, mode_t mode) { return opened("openat", AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
-API int creat64(const char* path, mode_t mode) { return opened("openat64", AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
-API FILE* fopen(const char* path, const char* mode) {
-  if (*mode == 'w' && keeps(AT_FDCWD, path, 0)) return nullptr;
-  return real<FILE*(const char*, const char*)>("fopen")(path, mode);
-}
-API FILE* fopen64(const char* path, const char* mode) {
-  if (*mode == 'w' && keeps(AT_FDCWD, path, 0)) return nullptr;
-  return real<FILE*(const char*, const char*)>("fopen64")(path, mode);
-}
-API int truncate(const char* path, off_t n) { return keeps(AT_FDCWD, path, 0) ? -1 : real<int(const char*, off_t)>("truncate")(path, n); }
-API int truncate64(const char* path, off64_t n) { return keeps(AT_FDCWD, path, 0) ? -1 : real<int(const char*, off64_t)>("truncate64")(path, n); }
-API int unlink(const char* path) { return keeps(AT_FDCWD, path) ? -1 : real<int(const char*)>("unlink")(path); }
-API int remove(const char* path) { return keeps(AT_FDCWD, path) ? -1 : real<int(const char*)>("remove")(path); }
-API int unlinkat(int folder, const char* path, int flags) {
-  return keeps(folder, path) ? -1 : real<int(int, const char*, int)>("unlinkat")(folder, path, flags);
-}
+API int open(const char* path, int flags, ...) { MODE(flags) return opened(AT_FDCWD, path, flags, mode); }
+API int open64(const char* path, int flags, ...) { MODE(flags) return opened(AT_FDCWD, path, flags, mode); }
+API int openat(int folder, const char* path, int flags, ...) { MODE(flags) return opened(folder, path, flags, mode); }
+API int openat64(int folder, const char* path, int flags, ...) { MODE(flags) return opened(folder, path, flags, mode); }
+API int creat(const char* path, mode_t mode) { return opened(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
+API int creat64(const char* path, mode_t mode) { return opened(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
+API FILE* fopen(const char* path, const char* mode) { return opened(path, mode); }
+API FILE* fopen64(const char* path, const char* mode) { return opened(path, mode); }
+API int truncate(const char* path, off_t n) { return shortened(path, n); }
+API int truncate64(const char* path, off64_t n) { return shortened(path, n); }
+API int unlink(const char* path) { return keeps(AT_FDCWD, path) ? -1 : real().unlink(path); }
+API int remove(const char* path) { return keeps(AT_FDCWD, path) ? -1 : real().remove(path); }
+API int unlinkat(int folder, const char* path, int flags) { return keeps(folder, path) ? -1 : real().unlinkat(folder, path, flags); }
 API int rename(const char* from, const char* to) {
-  return keeps(AT_FDCWD, from) || keeps(AT_FDCWD, to) ? -1 : real<int(const char*, const char*)>("rename")(from, to);
+  return keeps(AT_FDCWD, from) || keeps(AT_FDCWD, to) ? -1 : real().rename(from, to);
 }
 API int renameat(int folder, const char* from, int into, const char* to) {
-  return keeps(folder, from) || keeps(into, to) ? -1 : real<int(int, const char*, int, const char*)>("renameat")(folder, from, into, to);
+  return keeps(folder, from) || keeps(into, to) ? -1 : real().renameat(folder, from, into, to);
 }
 API int renameat2(int folder, const char* from, int into, const char* to, unsigned flags) {
-  return keeps(folder, from) || keeps(into, to) ? -1 : real<int(int, const char*, int, const char*, unsigned)>("renameat2")(folder, from, into, to, flags);
+  return keeps(folder, from) || keeps(into, to) ? -1 : real().renameat2(folder, from, into, to, flags);
 }
