@@ -51,7 +51,9 @@ def conditions_of(
         if name not in _NOT_OF_MEMORY and not name.startswith(_PREFIXES_NOT_OF_MEMORY)
     }
     collator = trainer.data_collator
-    numbers = {name: value for name, value in vars(collator).items() if isinstance(value, (int, str))}
+    slots = [name for class_ in type(collator).__mro__ for name in getattr(class_, "__slots__", ())]
+    values = {name: getattr(collator, name, None) for name in [*getattr(collator, "__dict__", {}), *slots]}
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, str))}
     run = {
         **arguments,
         **facts,

@@ -72,22 +72,38 @@ def length_function(
     """Return the function that counts the tokens of samples like this one; None if their number alone is known.
 
     ``at_most`` is the length that a collate function cuts pairs of answers to. With ``targets``, which a decoder reads,
-    labels are tokens, too.
+    labels are tokens, too, unless a sample has one label. Choices count as they are padded, to the longest of a sample.
     """
     if not isinstance(sample, Mapping) or _IMAGES & sample.keys():
         return None
-    with_targets = [(("input_ids", "labels"), ())] if targets else []
+    with_targets = [(("input_ids", "labels"), ())] if targets and has_tokens(sample.get("labels")) else []
     for together, longest in [*with_targets, *_LENGTHS]:
         if {*together, *longest} <= sample.keys():
 
             def length(sample: Sample, together: Any = together, longest: Any = longest) -> int:
                 if sample is None:  # which a collate function leaves out
                     return 0
-                tokens = sum(len(sample[key]) for key in together) + max([len(sample[key]) for key in longest] or [0])
+                tokens = sum(_num_tokens(sample[key]) for key in together)
+                tokens += max((_num_tokens(sample[key]) for key in longest), default=0)
                 return tokens if at_most is None or not longest else min(tokens, at_most)
 
             return length
     return None
+
+
+def has_tokens(value: Any) -> bool:
+    """Return True if a field of a sample has a length, which a label that is a number has not."""
+    try:
+        len(value)
+    except TypeError:  # also of a tensor without dimensions
+        return False
+    return True
+
+
+def _num_tokens(value: Any) -> int:
+    if len(value) and has_tokens(value[0]):  # choices
+        return len(value) * max(map(len, value))
+    return len(value)
 
 
 def has_decoder(model: Any) -> bool:

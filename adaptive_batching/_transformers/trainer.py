@@ -29,6 +29,7 @@ from adaptive_batching._transformers.recording import Recording
 from adaptive_batching._transformers.refusals import check_class, rebalances
 from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import without_ddp
+from adaptive_batching._values import ConfigError
 
 _MADE: dict[type[Trainer], type[Trainer]] = {}
 
@@ -83,6 +84,16 @@ class AdaptiveTraining:
     _without_ddp: Any
     """The model that parts run, which is called without DDP."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for method in ("training_step", "prediction_step"):
+            if getattr(cls, method) is not getattr(AdaptiveTraining, method):
+                base = next(each.__name__ for each in cls.__mro__[1:] if issubclass(each, Trainer))
+                raise ConfigError(
+                    f"{method} of {cls.__name__} would get samples that are not collated yet, because {cls.__name__} "
+                    f"inherits from adaptive({base}); write class {cls.__name__}({base}), and adaptive({cls.__name__})"
+                )
+
     def __init__(
         self, *args: Any, adaptive: AdaptiveArguments | Mapping[str, Any] | str | None = None, **kwargs: Any
     ) -> None:
@@ -105,6 +116,9 @@ class AdaptiveTraining:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = super().train  # type: ignore[misc]
         if self.adaptive is None:
+            return stock(resume_from_checkpoint, *args, **kwargs)
+        if self.args.max_steps <= 0 and self.args.num_train_epochs <= 0:  # there is nothing to train, and to find
+            self.adaptive.schedule = None
             return stock(resume_from_checkpoint, *args, **kwargs)
         self.adaptive.begins = True
         if self.adaptive.only_finds:
@@ -136,10 +150,9 @@ class AdaptiveTraining:
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the epoch to go on in, and its batches that are over; ``Trainer`` takes epochs to be equally long."""
         epochs_and_steps = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
-        if self.adaptive is None:
+        if self.adaptive is None or self.adaptive.schedule is None:
             return cast("tuple[int, int]", epochs_and_steps)
         schedule, step = self.adaptive.schedule, self.state.global_step
-        assert schedule is not None
         self.adaptive.check_place(step, self.state.epoch)
         epoch, steps = schedule.place_of(step)
         self._following.start_at(epoch, steps)

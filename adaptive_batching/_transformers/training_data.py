@@ -23,6 +23,7 @@ from adaptive_batching._transformers.handed_out import (
     count_numbers,
     handing_out_samples,
     has_decoder,
+    has_tokens,
     length_function,
     reading,
     without_left_out,
@@ -155,7 +156,7 @@ class TrainingData:
         trainer = self._trainer
         targets = has_decoder(trainer.model)
         length = length_function(sample, getattr(trainer.data_collator, "max_length", None), targets=targets)
-        if length is not None and targets and {"input_ids", "labels"} <= sample.keys():
+        if length is not None and targets and "input_ids" in sample and has_tokens(sample.get("labels")):
             return PairLength(lambda: self.longest_pair)
         return length
 

@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import trainers
@@ -55,3 +57,28 @@ def test_the_longest_input_with_the_longest_target_is_probed_and_no_part_has_mor
     assert len(parts) > stock.state.global_step
     assert max(rows * source for rows, source, _ in parts) <= 3 * 40
     assert max(rows * target for rows, _, target in parts) <= 3 * 30
+
+
+def test_samples_with_a_label_each_train_and_are_evaluated_as_before(tmp_path: Path) -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        config = transformers.BartConfig(
+            vocab_size=trainers.VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_labels=3, dropout=0.0,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+        )  # fmt: skip
+        return transformers.BartForSequenceClassification(config)
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        tokens = trainers.collate([{**sample, "labels": sample["input_ids"]} for sample in samples])
+        return {**tokens, "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+    texts = [[token for token in sample["input_ids"] if token != 2] + [2] for sample in trainers.make_data(24)]
+    data = [{"input_ids": text, "labels": text[0] % 3} for text in texts]
+    made: dict[str, Any] = dict(collator=collate, data=data, num_train_epochs=1)
+    stock = trained(tmp_path / "stock", model=model(), **made)
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto"), model=model(), **made)
+    trainers.without_probe(ours, 60).train()
+    assert_alike(ours, stock)
+    trainers.OutOfMemory(ours.model, 60, in_training=False)
+    assert ours.evaluate(data)["eval_loss"] == pytest.approx(stock.evaluate(data)["eval_loss"], rel=1e-4)

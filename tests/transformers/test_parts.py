@@ -136,6 +136,28 @@ def test_a_loss_is_looked_at_in_a_few_tokens_where_two_samples_do_not_fit(kind: 
     assert_alike(ours, stock)
 
 
+def test_tokens_of_multiple_choice_are_those_of_all_choices(tmp_path: Path) -> None:
+    def model() -> Any:
+        return trainers.make_bert("BertForMultipleChoice")
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(choice) for sample in samples for choice in sample["input_ids"])
+        ids = torch.tensor([[each + [0] * (longest - len(each)) for each in one["input_ids"]] for one in samples])
+        labels = torch.tensor([sample["label"] for sample in samples])
+        return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels}
+
+    texts = [sample["input_ids"] for sample in trainers.make_data(24)]
+    data = [{"input_ids": [text, text[::-1], text[1:]], "label": len(text) % 3} for text in texts]
+    made: dict[str, Any] = dict(collator=collate, data=data, num_train_epochs=1)
+    stock = trained(tmp_path / "stock", model=model(), **made)
+    ours = make_trainer(tmp_path / "ours", auto(), model=model(), **made)
+    assert ours.adaptive.find().longest == 3 * max(map(len, texts))
+    watched = OutOfMemory(ours.model, 10**9)
+    without_probe(ours, 150).train()
+    assert_alike(ours, stock)
+    assert max(shape.numel() for shape in watched.forwards[-8:]) <= 150
+
+
 class Noise(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Measures the noise that is added to embeddings in training, in each forward pass that has some."""
 

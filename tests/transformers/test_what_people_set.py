@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from adaptive_batching.transformers import AdaptiveArguments
+from adaptive_batching import ConfigError
+from adaptive_batching.transformers import AdaptiveArguments, adaptive
 from tests.transformers import trainers
 from tests.transformers.trainers import make_trainer
 
@@ -61,6 +63,54 @@ def test_a_callback_finds_how_many_epochs_are_over(tmp_path: Path) -> None:
     grown = Epochs()
     trainers.growing(tmp_path / "growing", callbacks=[grown]).train()
     assert grown.seen == pytest.approx([2 / 7, 4 / 7, 6 / 7, 1, 1.5, 2, 3])
+
+
+class Slotted:
+    """A collate function without a dictionary of attributes."""
+
+    __slots__ = ("pads",)
+
+    def __init__(self) -> None:
+        self.pads = True
+
+    def __call__(self, samples: list[trainers.Features]) -> dict[str, torch.Tensor]:
+        return trainers.collate(samples)
+
+
+class Counting(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Has an attribute that trainers of TRL have, for something else."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics = {"train": 3}
+
+
+def test_a_collate_function_with_slots_and_attributes_of_any_name_work_as_before(tmp_path: Path) -> None:
+    made: dict[str, Any] = dict(collator=Slotted(), kind=Counting, num_train_epochs=1)
+    stock = trainers.trained(tmp_path / "stock", **made)
+    ours = trainers.trained(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto"), **made)
+    trainers.assert_alike(ours, stock)
+    held_out = trainers.make_data(5)
+    assert ours.evaluate(held_out)["eval_loss"] == pytest.approx(stock.evaluate(held_out)["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("setting", [{"micro_batch_size": "auto"}, {"batch_increase_function": trainers.DOUBLE}])
+def test_no_epochs_train_nothing_as_before(setting: dict[str, Any], tmp_path: Path) -> None:
+    stock = trainers.trained(tmp_path / "stock", num_train_epochs=0)
+    ours = trainers.trained(tmp_path / "ours", AdaptiveArguments(**setting), num_train_epochs=0)
+    trainers.assert_same(ours, stock)
+
+
+@pytest.mark.parametrize("method", ["training_step", "prediction_step"])
+def test_a_class_that_overrides_a_step_of_ours_is_refused_when_it_is_made(method: str) -> None:
+    def step(self: Any, *args: Any) -> Any:
+        return args
+
+    base, mixin = adaptive(transformers.Trainer), type("Mixin", (), {method: step})
+    for bases, members in (((base,), {method: step}), ((mixin, base), {})):
+        with pytest.raises(ConfigError, match=rf"{method} of Mine .* write class Mine\(Trainer\), and adaptive\(Mine"):
+            type("Mine", bases, members)
+    assert issubclass(adaptive(type("Mine", (transformers.Trainer,), {method: step})), transformers.Trainer)
 
 
 def test_an_early_stop_and_the_best_model_work_as_before(tmp_path: Path) -> None:
