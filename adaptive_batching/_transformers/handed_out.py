@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,6 +132,54 @@ class PairLength:
         return max(
             -(-size * sum(most) // max(longest, 1)) for size, longest in zip((source, target), most, strict=True)
         )
+
+
+class CollatedLength:
+    """Counts the tokens that a collate function makes of a sample, as one that tokenizes: each is collated once, alone.
+
+    Random numbers that it draws meanwhile are drawn again.
+    """
+
+    def __init__(self, collate: Callable[[list[Sample]], Any], *, targets: bool) -> None:
+        self._collate, self._targets = collate, targets
+        self._known: dict[bytes, int] = {}
+
+    def __call__(self, sample: Sample) -> int:
+        try:
+            key = hashlib.sha256(pickle.dumps(sample)).digest()
+        except Exception:  # of an object of somebody's own, which is then collated again
+            return self._count(sample)
+        if key not in self._known:
+            self._known[key] = self._count(sample)
+        return self._known[key]
+
+    def knows(self, samples: Sequence[Sample]) -> bool:
+        """Return True if the batches of samples are of text, and have unlike lengths."""
+        if any(isinstance(sample, Mapping) and _IMAGES & sample.keys() for sample in samples):
+            return False
+        batches = [collated([sample], self._collate) for sample in samples]
+        return all(map(self._is_counted, batches)) and len(set(map(self, samples))) > 1
+
+    @staticmethod
+    def _is_counted(batch: Any) -> bool:
+        """Return True for rows of tokens with nothing else of unknown size, such as images."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _IMAGES & batch.keys():
+            return False
+        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+        return not any(value.is_floating_point() and value.dim() > 2 for value in tensors)
+
+    def _count(self, sample: Sample) -> int:
+        with unchanged_random_state(torch.device("cpu")):
+            try:
+                batch = collated([sample], self._collate)
+            except Exception:  # of a sample that is left out, or one that fails where it trains
+                return 0
+        if not self._is_counted(batch):
+            return 0
+        labels = batch.get("labels")
+        of_labels = labels.numel() if self._targets and isinstance(labels, torch.Tensor) and labels.dim() == 2 else 0
+        return int(batch["input_ids"].numel()) + of_labels
 
 
 def rows_of(batch: Any) -> int:

@@ -18,6 +18,7 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._snapshot import Snapshot
 from adaptive_batching._transformers.handed_out import (
     TARGETS,
+    CollatedLength,
     PairLength,
     Sample,
     count_numbers,
@@ -158,6 +159,9 @@ class TrainingData:
         length = length_function(sample, getattr(trainer.data_collator, "max_length", None), targets=targets)
         if length is not None and targets and "input_ids" in sample and has_tokens(sample.get("labels")):
             return PairLength(lambda: self.longest_pair)
+        if length is None:
+            of_collated = CollatedLength(trainer.data_collator, targets=targets)
+            return of_collated if of_collated.knows(self.some) else None
         return length
 
     @property
@@ -198,7 +202,7 @@ class TrainingData:
         if isinstance(self.length, PairLength):
             return (0, 0) if row is None else (len(row["input_ids"]), len(row["labels"]))
         assert self.length is not None
-        return self.length(row)
+        return self.length(self._sample_of(row) if isinstance(self.length, CollatedLength) else row)
 
     def _column(self) -> list[int] | None:
         """Return the lengths that the data have in a column, if those of some samples are right."""

@@ -72,3 +72,22 @@ def test_a_column_of_lengths_is_used_if_it_is_right(off: int, reads_all: bool, t
     ours.adaptive.find()
     assert ours.adaptive.longest == 24
     assert (sum(read) >= 80) == reads_all
+
+
+def tokenizing(samples: list[Features]) -> Features:
+    return trainers.collate([{key: list(map(int, each["text"].split())) for key in KEYS} for each in samples])
+
+
+KEYS = ("input_ids", "labels")
+
+
+def test_text_that_the_collate_function_tokenizes_runs_without_padding(tmp_path: Path) -> None:
+    text = [{"text": " ".join(map(str, each["input_ids"]))} for each in trainers.make_data(40)]
+    given: dict[str, Any] = {"data": text, "collator": tokenizing, "remove_unused_columns": False}
+    stock = trainers.trained(tmp_path / "stock", num_train_epochs=1, **given)
+    ours = trainers.without_probe(make_trainer(tmp_path / "ours", auto(), num_train_epochs=1, **given), 60)
+    watched = trainers.OutOfMemory(ours.model, 10**9)
+    ours.train()
+    trainers.assert_alike(ours, stock)
+    assert {each["padding"] for each in trainers.losses(ours)} == {1.0}
+    assert max(shape.numel() for shape in watched.forwards[-4:]) <= 60
