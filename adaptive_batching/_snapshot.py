@@ -215,6 +215,15 @@ class Snapshot:
         for kept in self._kept:
             kept.put_back()
 
+    def put_back_generators(self) -> None:
+        """Make generators of random numbers as they were, and drop those that have been made since in place of None."""
+        for holder, state, *_ in self._states:
+            holder.set(state)
+        for container, saved, _ in self._containers:
+            for name in saved if isinstance(saved, dict) else ():
+                if saved[name] is None and holder_of(container.get(name)) is not None:
+                    container[name] = None
+
     # What leads where
 
     def _look_into(self, owner: Any) -> None:
@@ -482,6 +491,19 @@ def rehearsal(
         for parameter, gradient in gradients:
             parameter.grad = gradient
     snapshot.check_uncopied()
+
+
+@contextlib.contextmanager
+def draws_put_back(function: Any, model: nn.Module) -> Iterator[None]:
+    """Put back the generators of random numbers that ``function`` has, such as a collate function that masks.
+
+    What else it has stays as it is, and ``model``, which it may have, is not looked into.
+    """
+    snapshot = Snapshot([function], skipped=model.modules(), copies="nowhere")
+    try:
+        yield
+    finally:
+        snapshot.put_back_generators()
 
 
 @contextlib.contextmanager

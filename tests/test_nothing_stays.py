@@ -538,3 +538,22 @@ def test_a_compiled_loss_is_compiled_after_a_check_too(encloses: bool) -> None:
     for _ in range(3):
         step(SAMPLES)
     assert kept.eager == checked
+
+
+def test_the_probe_and_checks_draw_nothing_from_generators_of_a_collate_function() -> None:
+    model, chance, numpy_chance = nn.Linear(4, 1), random.Random(0), np.random.default_rng(0)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + 0 * (chance.random() + numpy_chance.random())
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(batch).square().sum(), len(batch)
+
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss, collate)
+    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+    step.max_tokens = 4
+    step(SAMPLES)  # in two parts, after checks of the loss and an audit
+    undisturbed = random.Random(0), np.random.default_rng(0)
+    for generator in (*undisturbed, *undisturbed):
+        generator.random()
+    assert [chance.random(), numpy_chance.random()] == [generator.random() for generator in undisturbed]

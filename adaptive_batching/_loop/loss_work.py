@@ -29,7 +29,7 @@ from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
-from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._snapshot import draws_put_back, rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -153,6 +153,9 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
         return total.detach(), number
 
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        return draws_put_back(self.collate, self._model)
+
     def _observe(self, part: LossPart, seconds: float) -> None:
         assert self._sharing is not None
         self._sharing.observe(self.lengths(part.samples), seconds, pads=self.pads)
@@ -202,10 +205,11 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             return None
         limits = [limit for limit in (self.max_tokens, self._limit.max_tokens, most_tokens) if limit is not None]
         most = int(ranks.smallest(self._most_within(few, min(limits, default=None))))
-        is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
-        while not is_known and most > 2:
-            most = min(most - 1, 4)
+        with self.rehearsing():
             is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
+            while not is_known and most > 2:
+                most = min(most - 1, 4)
+                is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
         if not is_known:
             log.warning(
                 "two samples do not fit in memory at once, so nothing shows whether the parts of a batch add up to it; "

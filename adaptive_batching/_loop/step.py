@@ -270,7 +270,8 @@ class AdaptiveStep(Generic[Sample]):
         )  # fmt: skip
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)
-        result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
+        with self._work.rehearsing():
+            result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
         self._limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 
@@ -317,7 +318,8 @@ class AdaptiveStep(Generic[Sample]):
         """Learn what shards communicate in a forward and backward, for which all ranks have to have a batch."""
         parallel, batches = self._parallel, list[Any]()
         if not parallel.is_recorded:
-            parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
+            with self._work.rehearsing():
+                parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
             parallel.record(lambda: forward_backward(batches[0]), device_of(self._model))
 
     def _check_that_ranks_are_alone(self, sample: Sample) -> None:
@@ -327,7 +329,7 @@ class AdaptiveStep(Generic[Sample]):
 
         def issued() -> int:
             device = device_of(self._model)
-            with rehearsal([self._model, self._loss], device), torch.no_grad():
+            with self._work.rehearsing(), rehearsal([self._model, self._loss], device), torch.no_grad():
                 before = num_collectives(device)
                 run_forward(self._loss, self._model, collated([sample], self._collate))
                 return num_collectives(device) - before

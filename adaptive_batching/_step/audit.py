@@ -79,7 +79,8 @@ class Audit:
             ConfigError: As for :meth:`look`.
         """
         parameters = self._work.parameters()
-        with rehearsal(self._state.owners, parameters[0].device, parameters) as start_over:
+        around = rehearsal(self._state.owners, parameters[0].device, parameters)
+        with self._work.rehearsing(), around as start_over:
             together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
             compared = gradient_error(parameters, together, apart, start_over)
         if not self._ranks.all(compared is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,10 @@ class Work(ABC, Generic[Samples, P, R]):
 
     def forget(self) -> None:
         """Drop what a part that broke off has left behind, besides gradients."""
+
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        """Return what has to be around parts that run for a check alone."""
+        return contextlib.nullcontext()
 
     def put_back(self) -> None:
         """Restore what parts have changed besides gradients, random numbers and ``state``, before they run again."""

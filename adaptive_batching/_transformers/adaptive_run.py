@@ -29,6 +29,7 @@ from adaptive_batching._probe.sizing import TRAINER, ProbeRequest, Sizes, Sizing
 from adaptive_batching._probe.stored_probe import StoredProbe, read_stored, taken_again
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
+from adaptive_batching._snapshot import draws_put_back
 from adaptive_batching._step.row_size import first_row
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._transformers.before_training import begin_to_train
@@ -251,12 +252,16 @@ class AdaptiveRun:
     def prepare(self, loader: Any) -> None:
         """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
 
-        Random state stays as it is, and what Accelerate has been told of.
+        Random state stays as it is, that of the collate function included, and what Accelerate has been told of.
 
         Raises:
             ConfigError: If the loader, the data or the model cannot be trained this way.
             DoesNotFitError: If not even a short sample fits.
         """
+        with draws_put_back(self._trainer.data_collator, self._trainer.model):
+            self._prepare(loader)
+
+    def _prepare(self, loader: Any) -> None:
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
         self._check_that_ranks_have_the_same_settings()
         self.data = data = TrainingData(

@@ -22,7 +22,7 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._snapshot import StepState, rehearsal
+from adaptive_batching._snapshot import StepState, draws_put_back, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_cost import ForwardCost, ForwardTimes
@@ -240,6 +240,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                     f"{error}. Padding comes first here, which makes a target of the first token of all but the "
                     "longest sample: pad on the right (tokenizer.padding_side='right')"
                 ) from error
+
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        return draws_put_back(self._trainer.data_collator, self._trainer.model)
 
     def _share_of_targets(self, sample: Sample) -> float:
         return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)

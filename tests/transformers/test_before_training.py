@@ -173,3 +173,30 @@ def test_what_a_loss_logs_is_sent_for_parts_of_training_and_never_for_checks_and
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "seen" in entry]
     assert (len(history), len(sent), heard.logs) == (forwards, forwards, 2 * forwards)
+
+
+class Masking:
+    """Masks targets at random, by a generator of its own that it makes when it first needs it, as transformers does."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[trainers.Features]) -> dict[str, torch.Tensor]:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(7)
+        batch = trainers.collate(samples)
+        drawn = torch.rand(batch["labels"].shape, generator=self.generator)
+        return {**batch, "labels": batch["labels"].masked_fill(drawn < 0.2, -100)}
+
+
+@pytest.mark.parametrize("given", [{"micro_batch_size": 40}, {"use_maximum_batch_size": True, "max_batch_size": 40}])
+def test_what_a_collate_function_draws_in_training_is_what_it_draws_first(given: Any, tmp_path: Path) -> None:
+    """The step is one forward, so that it draws as Trainer does; what comes before draws nothing, nor do audits."""
+    settings: dict[str, Any] = dict(per_device_train_batch_size=40, num_train_epochs=3)
+    ours = AdaptiveArguments(**given, audit_every=1)
+    adapted = make_trainer(tmp_path / "ours", ours, collator=Masking(), **settings)
+    adapted.adaptive.find()
+    adapted.train()
+    stock = make_trainer(tmp_path / "stock", collator=Masking(), **settings)
+    stock.train()
+    trainers.assert_alike(adapted, stock)
