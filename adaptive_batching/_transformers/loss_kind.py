@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from adaptive_batching._evidence import Losses, in_groups, losses_of_groups, without_gradients
+from adaptive_batching._evidence import Losses, error_of_sum, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
@@ -26,7 +26,14 @@ from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._snapshot import draws_put_back, rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
-from adaptive_batching._transformers.handed_out import Sample, alone, replaced, rows_of, unheard
+from adaptive_batching._transformers.handed_out import (
+    Sample,
+    alone,
+    count_numbers,
+    replaced,
+    rows_of,
+    unheard,
+)
 from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 from adaptive_batching._without_chance import WithoutChance
@@ -204,13 +211,15 @@ def _find_loss_kind(
             if module is not None or losses.are_drawn:
                 kind, _ = tried.kind(trainer.model.eval)
         if kind is None:
-            error = tried.least_error(losses)
+            error = percent(tried.least_error(losses))
+            if padding := tried.cause_in_padding(losses.rounding):
+                raise ConfigError(f"parts of a batch do not add up to it ({error} off): {padding}")
             chance = "random numbers that the loss draws, and " if losses.are_drawn else ""
             raise ConfigError(
                 f"the loss of {name} is neither a sum over num_items_in_batch nor a mean over targets or samples, so "
-                f"that parts of a batch do not add up to it (they are {percent(error)} off); leave out "
-                f"{chance}terms that compute over the batch, such as one that balances experts, or train without "
-                "adaptive"
+                f"that parts of a batch do not add up to it (they are {error} off); leave out {chance}what computes "
+                "over the batch (samples that are compared with each other, a term that balances experts, or a collate "
+                "function that goes by the first sample), or train without adaptive"
             )
         if losses.change > losses.rounding:
             raise ConfigError(
@@ -289,6 +298,41 @@ class _Trials:
 
     def least_error(self, losses: Losses[_Ran]) -> float:
         return min(losses.error(partial(self._as_sums, kind)) for kind in self._kinds if not kind.takes_number)
+
+    def cause_in_padding(self, rounding: float) -> str | None:
+        """Say that padding changes the loss of a sample, and what to do about it; None if it does not."""
+        trainer = self._trainer
+        samples = [sample for group in self._groups for sample in group]
+        by_size = sorted(samples, key=lambda sample: count_numbers(collated([sample], trainer.data_collator)))
+        short, long = by_size[0], by_size[-1]
+        padded = collated([short, long], trainer.data_collator)
+        first = {key: value[:1] if _is_of_two(value) else value for key, value in padded.items()}
+        losses = []
+        for batch in (collated([short], trainer.data_collator), first):
+            self._begin()
+            try:
+                with WithoutChance():
+                    losses.append(without_gradients(self._loss_of_batch, batch))
+            except Exception:  # of a batch that cannot be taken apart like this
+                return None
+        if (off := error_of_sum(losses[:1], losses[1])) <= rounding:
+            return None
+        mask = first.get("attention_mask")
+        is_left = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[0, 0]
+        instead = "pad on the right (tokenizer.padding_side='right')" if is_left else (
+            "mask it, pad all samples to one length (padding='max_length')"
+        )  # fmt: skip
+        return (
+            f"the loss of {type(trainer).__name__} with {type(trainer.model).__name__} computes over padding, which "
+            f"changes that of a sample by {percent(off)}, as group norm does, a softmax over all positions (question "
+            f"answering), or a mean over them; {instead}, or train without adaptive"
+        )
+
+    def _loss_of_batch(self, batch: Any) -> float:
+        trainer = self._trainer
+        trainer.current_gradient_accumulation_steps = 1
+        with trainer.compute_loss_context_manager():
+            return float(trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch)))
 
     def factor(self, kind: LossKind) -> float:
         """Return what Trainer multiplies a mean by if it gives a number, to whatever it may do with it."""
@@ -470,6 +514,10 @@ class _Ignoring(TorchFunctionMode):
             place = 4  # input, target, weight, size_average, ignore_index
             self.labels.append((kwargs or {}).get("ignore_index", args[place] if len(args) > place else IGNORED))
         return func(*args, **(kwargs or {}))
+
+
+def _is_of_two(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == 2
 
 
 def _adds_means_up(trainer: Any) -> bool:

@@ -233,7 +233,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._modules: set[int] = set()
-        self._why: str | None = None
+        self.mask: str | None = None
+        """Whose mask is another, in words; None if none is."""
 
     @contextlib.contextmanager
     def on(self, attention: RowAttention, bounds: SampleBounds) -> Iterator[None]:
@@ -252,15 +253,19 @@ class Watch:
         if isinstance(attention_mask, _Mask):
             causal, window = _is_causal(module, others.get("is_causal")), _window(others.get("sliding_window"))
             if not attention_mask.is_as(causal, window):
-                self._why = f"the mask of {type(module).__name__} is more than causal order and a window"
+                self.mask = f"the mask of {type(module).__name__} is more than causal order and a window"
         elif attention_mask is not None:
-            self._why = f"{type(module).__name__} has a mask of its own"
+            self.mask = f"{type(module).__name__} has a mask of its own"
         return _attend(module, query, key, value, None, *args, **others)
+
+    def explains(self, error: Exception) -> bool:
+        """Return True if a model has failed on a mask that is another; layers that had not run yet are no reason."""
+        return self.mask is not None or _Mask.__name__ in str(error)
 
     def why_not(self, model: nn.Module) -> str | None:
         """Return why rows would go wrong, in words; None if nothing speaks against them."""
-        if self._why is not None:
-            return self._why
+        if self.mask is not None:
+            return self.mask
         layers = _of_text(model, "num_hidden_layers") or 1
         if len(self._modules) < layers:
             return f"{len(self._modules)} of {layers} layers attend by transformers' AttentionInterface"

@@ -350,9 +350,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             try:
                 return of_watched()
             except Exception as raised:
-                if is_out_of_memory(raised) or (why := watch.why_not(model)) is None:
+                if is_out_of_memory(raised) or not watch.explains(raised):
                     raise
-                raise NoRowError(why) from raised
+                raise NoRowError(watch.why_not(model) or first_line(raised)) from raised
 
         of_watched = in_row(pieces, total, partial(watch.on, self._attention))
         alone = [

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Sampler
 
+from adaptive_batching import ConfigError
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import trainers
 from tests.transformers.trainers import Features, OutOfMemory, assert_alike, make_trainer, trained, without_probe
@@ -226,3 +227,39 @@ def test_rows_know_the_label_that_is_no_target(tmp_path: Path) -> None:
     ours.train()
     assert_alike(ours, stock)
     assert {each["padding"] for each in trainers.losses(ours)} == {1.0}
+
+
+class Normed(nn.Module):
+    """Normalises a sample over all of its places, those of padding included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.head = nn.Embedding(96, 16), nn.GroupNorm(4, 16), nn.Linear(16, 3)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, torch.Tensor]:
+        hidden = self.norm(self.embed(input_ids).mT)  # [b, c, s]
+        pooled = (hidden * attention_mask[:, None]).sum(2) / attention_mask.sum(1)[:, None]
+        logits = self.head(pooled)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_padding_that_reaches_the_loss_is_named_as_the_cause(tmp_path: Path) -> None:
+    ours = AdaptiveArguments(micro_batch_size=3)
+    with pytest.raises(ConfigError, match=r"computes over padding, .* pad all samples to one length"):
+        trained(tmp_path, ours, model=Normed(), collator=trainers.collate_classes)
+
+
+def test_a_model_that_fails_on_a_row_is_padded_and_its_error_is_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check(module: Any, args: Any, kwargs: Any) -> None:
+        if (kwargs["position_ids"].diff() < 0).any():
+            raise ValueError("positions have to rise")
+
+    model = trainers.make_llama()
+    model.model.layers[1].register_forward_pre_hook(check, with_kwargs=True)
+    ours = without_probe(make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=model), 60)
+    with caplog.at_level("INFO", "adaptive_batching"):
+        ours.train()
+    assert "with padding, in forwards of similar length: ValueError: positions have to rise" in caplog.text
