@@ -206,10 +206,12 @@ def without_left_out(samples: Sequence[Sample], collate: Callable[[list[Sample]]
                 failed.append((sample, None))
         except Exception as error:  # of an empty batch, as a rule
             failed.append((sample, error))
-    for sample, error in failed:
+    for sample, failure in failed:
         if kept and is_left_out([sample], kept[:1], collate):
             continue
-        raise error or ConfigError("data_collator leaves out every sample that it was given, so that no batch is left")
+        raise failure or ConfigError(
+            "data_collator leaves out every sample that it was given, so that no batch is left"
+        )
     return kept
 
 

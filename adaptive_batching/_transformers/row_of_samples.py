@@ -102,7 +102,8 @@ def row_of(
     if not torch.equal(keep.to(mask.dtype), mask) or not torch.equal(keep, in_one_piece) or not lengths.all():
         raise NoRowError("its attention_mask has other numbers than 1 for the tokens of a sample and 0 for padding")
     for key in no_target:
-        if _is_of(mask.shape, value := batch.get(key)) and value[~keep].ne(_none(value, key, no_target)).any():
+        value: Any = batch.get(key)
+        if _is_of(mask.shape, value) and value[~keep].ne(_none(value, key, no_target)).any():
             raise NoRowError(f"{key!r} of its batches has targets in padding, which a row would leave out")
     # What has no entry for each token stays as it is, such as indices of samples: a model that takes it shows.
     inputs = {key: value[keep][None] if _is_of(mask.shape, value) else value for key, value in batch.items()}

@@ -444,11 +444,14 @@ def test_a_loss_that_is_no_sum_and_number_is_refused(returned: Any, message: str
         make(lambda model, batch: returned(*loss(model, batch)))[1](SAMPLES)
 
 
+def collate_short(samples: list[Text]) -> dict[str, torch.Tensor]:
+    return collate([sample for sample in samples if len(sample) < 9])
+
+
 def test_a_part_of_samples_that_collate_leaves_out_ends_in_words() -> None:
     model = Model()
     step = AdaptiveStep(
-        model, torch.optim.SGD(model.parameters()), loss, lambda samples: collate([s for s in samples if len(s) < 9]),
-        length=len,
+        model, torch.optim.SGD(model.parameters()), loss, collate_short, length=len,
     )  # fmt: skip
     samples = [torch.arange(number) % 20 for number in (3, 5, 8, 12)]
     step.gradients(samples)

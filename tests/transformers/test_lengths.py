@@ -67,7 +67,12 @@ def test_a_column_of_lengths_is_used_if_it_is_right(off: int, reads_all: bool, t
     rows = [{**each, "length": len(each["input_ids"]) + off} for each in trainers.make_data(80)]
     data = datasets.Dataset.from_list(rows)
     read: list[int] = []
-    data.set_transform(lambda batch: (read.append(len(batch["input_ids"])), batch)[1])
+
+    def reading(batch: Features) -> Features:
+        read.append(len(batch["input_ids"]))
+        return batch
+
+    data.set_transform(reading)
     ours = make_trainer(tmp_path, auto(), data=data, remove_unused_columns=False)
     ours.adaptive.find()
     assert ours.adaptive.longest == 24
