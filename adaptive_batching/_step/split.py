@@ -8,6 +8,7 @@ split again. :func:`split_samples` does both, for recipes, Trainer and plain loo
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -144,7 +145,8 @@ def split_end_to_end(lengths: Sequence[int], max_tokens: int) -> Split:
         parts = [(0, number, list[int]()) for number in range(count)]  # a heap: tokens, a number of its own, samples
         for index in rest:
             tokens, number, part = parts[0]
-            heapq.heapreplace(parts, (tokens + lengths[index], number, [*part, index]))
+            part.append(index)
+            heapq.heapreplace(parts, (tokens + lengths[index], number, part))
         if all(tokens <= max_tokens for tokens, _, _ in parts):
             return alone + [part for _, _, part in sorted(parts, key=lambda each: (-each[0], each[1]))]
         count += 1
@@ -195,15 +197,34 @@ def split_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float
     its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest split consists of runs
     of neighbours. Dynamic programming over the start of the last run finds it exactly.
     """
-    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even split costs no more
         return split_in_order(len(lengths), samples_within(max_tokens, lengths[0]))
+    ends = [lengths[index] for index in order]  # ends[j]: the longest of the first j + 1 samples
+    within = {longest: samples_within(max_tokens, longest) for longest in set(ends)}
+    too_large_from: list[int] = []  # for each start, the first end that it is too far from
+    for end, longest in enumerate(ends, 1):
+        too_large_from += [end] * (end - within[longest] - len(too_large_from))
+    too_large_from += [len(ends) + 1] * (len(ends) - len(too_large_from))
     cost = [0.0]  # cost[j]: least cost of the first j samples
     starts = [0]  # starts[j]: where the last micro-batch of that split starts
-    for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        first = max(end - samples_within(max_tokens, longest), 0)
-        best = min(range(first, end), key=lambda start: cost[start] + forward_cost + (end - start) * longest)
+    # Of two starts the later one is cheaper from some end on: where the longest sample is long enough, or the earlier
+    # start has too many tokens. So the cheapest starts, each with the first end that it is best for, are a queue.
+    cheapest, front = [(0, 1)], 0
+    for end, longest in enumerate(ends, 1):
+        new, takes_over = end - 1, 0
+        while new:
+            last, since = cheapest[-1]
+            is_cheaper_from = bisect_right(ends, (cost[new] - cost[last]) / (new - last), new) + 1
+            takes_over = min(is_cheaper_from, too_large_from[last])
+            if takes_over > since:
+                break
+            cheapest.pop()
+        if new and takes_over <= len(ends):
+            cheapest.append((new, takes_over))
+        while front + 1 < len(cheapest) and cheapest[front + 1][1] <= end:
+            front += 1
+        best = cheapest[front][0]
         cost.append(cost[best] + forward_cost + (end - best) * longest)
         starts.append(best)
     split, end = [], len(order)

@@ -82,6 +82,25 @@ def test_each_sample_is_in_one_part_and_no_part_is_too_large_but_single_samples(
     assert split == split_samples(tuple(lengths), rule, limit, **how), "on every rank"
 
 
+class Counted(float):
+    """A number that counts how often it is added."""
+
+    times = 0
+
+    def __radd__(self, other: float) -> float:
+        Counted.times += 1
+        return float(self) + other
+
+
+def test_a_step_of_many_short_samples_is_split_in_about_one_look_at_each() -> None:
+    chance = random.Random(0)
+    lengths = [chance.randrange(1, 129) for _ in range(4096)]
+    Counted.times = 0
+    parts = split_samples(lengths, by_tokens(65_536, Counted(512)))
+    assert sorted(chain.from_iterable(parts)) == list(range(4096))
+    assert Counted.times <= 2 * 4096, "not as many as there are samples in a part"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 200), st.integers(0, 60))
 def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_cost: int) -> None:
