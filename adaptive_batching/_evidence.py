@@ -146,8 +146,11 @@ def _noise() -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def perturbed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Change what is trained of ``parameters`` by some percent inside: the first numbers of each tensor."""
+def perturbed(parameters: Iterable[nn.Parameter], *, in_last_place: bool = False) -> Iterator[None]:
+    """Change what is trained of ``parameters`` inside, the first numbers of each tensor: by some percent, or rounding.
+
+    ``in_last_place`` is True for as little as rounding changes each number.
+    """
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         with torch.no_grad():
@@ -157,9 +160,12 @@ def perturbed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                 for part in plain_parts(parameter):
                     first = _first_of(part)
                     saved.append((first, first.clone()))
+                    noise = _noise().roll(len(saved))[: first.numel()].view(first.shape).to(first.device)
+                    if in_last_place:
+                        first += first * (noise * torch.finfo(first.dtype).eps).to(first.dtype)
+                        continue
                     scale = float(first.float().square().mean().sqrt()) if first.numel() else 0.0
-                    noise = _noise().roll(len(saved))[: first.numel()].view(first.shape)
-                    first += (noise * 0.1 * (scale or 0.1)).to(first.device, first.dtype)
+                    first += (noise * 0.1 * (scale or 0.1)).to(first.dtype)
         yield
     finally:
         with torch.no_grad():
@@ -175,6 +181,12 @@ def _first_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _first_rows(sparse: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`_first_of` would return of a sparse tensor, were it a dense one."""
+    rows = min(max(_FIRST // max(sparse[0].numel(), 1), 1), len(sparse)) if sparse.numel() > _FIRST else len(sparse)
+    return _first_of(torch.narrow_copy(sparse, 0, 0, rows).to_dense())
+
+
 class GradientSketch:
     """Some numbers of each gradient, which take little memory, and the norm of all of it: enough to tell two apart."""
 
@@ -184,8 +196,13 @@ class GradientSketch:
         for parameter in parameters:
             if parameter.requires_grad:
                 # No gradient counts as zeros: what no sample of a part has used may be used by others.
-                parts = plain_parts(parameter if parameter.grad is None else parameter.grad)
                 share = 0 if parameter.grad is None else 1
+                if share and parameter.grad.layout == torch.sparse_coo:  # of an embedding's rows that were looked up
+                    gradient = parameter.grad.coalesce()
+                    self._firsts.append(_first_rows(gradient).to("cpu", torch.float32))
+                    self._norms.append(float(gradient.values().float().norm()))
+                    continue
+                parts = plain_parts(parameter if parameter.grad is None else parameter.grad)
                 self._firsts += [share * _first_of(part).to("cpu", torch.float32, copy=True) for part in parts]
                 self._norms += [share * float(part.float().norm()) for part in parts]
 
@@ -211,8 +228,8 @@ def gradient_error(
     """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
 
     Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
-    gradient that is not finite, and the result is None. The error is inf if a run changes what is trained, or if hooks
-    take gradients away, as those of an optimizer that steps within backward.
+    gradient that is not finite, or zero, and the result is None. The error is inf if a run changes what is trained, or
+    if hooks take gradients away, as those of an optimizer that steps within backward.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     before = list(map(hash_of, trained))
@@ -229,10 +246,10 @@ def gradient_error(
             sketches.append(GradientSketch(parameters))
     expected, actual = sketches
     scale = max(expected.norm, actual.norm)
-    if not math.isfinite(scale):
+    if not math.isfinite(scale) or scale == 0:
         return None
     # Finite gradients are at most 2 apart; one that is not finite in a part alone is as wrong.
-    return (min(expected.distance(actual) / scale, 2.0) if scale else 0.0), mode.rounding[1]
+    return min(expected.distance(actual) / scale, 2.0), mode.rounding[1]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ _ROUNDING_OF_SINGLE = (1e-4, 1e-4)
 # Of a model that rounds itself, as if it were quantized: rounding may send a number to the next level.
 _ROUNDING_OF_LEVELS = (2e-2, 1e-1)
 _LEVELS = {"round", "round_", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"}
+_MOST_DRAWS = 1_000  # in a module; what draws until a number is as it wants it would never end
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -38,6 +39,7 @@ class WithoutChance(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
         self._has_levels = False
         self._num_calls = 0
+        self._num_draws = 0  # since a module has begun to run
         self._entered: list[bool] = []  # for each module that runs: True if that has entered this mode
         self._hooks: list[RemovableHandle] = []
 
@@ -59,6 +61,7 @@ class WithoutChance(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter_again(self, module: nn.Module, args: Any) -> None:
+        self._num_draws = 0
         before = self._num_calls
         torch.empty(0)
         is_active = self._num_calls != before
@@ -89,22 +92,30 @@ class WithoutChance(TorchFunctionMode):
             kwargs.update({} if len(args) > 4 else {"dropout_p": 0.0})
         elif func is F.multi_head_attention_forward:
             kwargs["training"] = False
+        elif name in _TRAINING_IS_FOURTH:
+            args, kwargs = args[:3], {**_named(args[4:], "inplace"), **kwargs, "training": False}
+        elif name == "gumbel_softmax":
+            return _gumbel_softmax(*args, **kwargs)
+        elif "fractional_max_pool" in name and kwargs.get("_random_samples") is None:
+            kwargs["_random_samples"] = _middle_of_windows(args[0] if args else kwargs["input"], name)
         returned = func(*args, **kwargs)
         if isinstance(returned, torch.Tensor):
             self.dtypes.add(returned.dtype)
-            if (drawn := _DRAWN.get(name)) is not None:
+            if (drawn := _DRAWN.get(name)) is not None and self._num_draws < _MOST_DRAWS:
+                self._num_draws += 1
                 returned = _with_values(returned, drawn(returned, args, kwargs))
         return returned
 
 
 _DROPOUTS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
+    "dropout_", "alpha_dropout_", "feature_alpha_dropout_", "feature_dropout_",
 }  # fmt: skip
 
 
 def _with_values(drawn: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return drawn.copy_(values.expand(drawn.shape))
+    drawn.data.copy_(values.expand(drawn.shape))  # a backward pass may have saved what was drawn, and takes these
+    return drawn
 
 
 def _even(like: torch.Tensor) -> torch.Tensor:
@@ -134,6 +145,53 @@ def _standard(like: torch.Tensor) -> torch.Tensor:
     return (_even(like) - 0.5) * math.sqrt(12)
 
 
+def _exponential(drawn: torch.Tensor, rate: Any = 1.0) -> torch.Tensor:
+    return -torch.log1p(-_even(drawn)) / rate
+
+
+def _gamma(shape: torch.Tensor) -> torch.Tensor:
+    """Return numbers about as those of a gamma distribution, by the approximation of Wilson and Hilferty."""
+    root = 1 - 1 / (9 * shape) + _standard(shape) / (3 * shape.sqrt())
+    return shape * root.clamp(min=1e-2) ** 3
+
+
+def _drawn_places(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return the places in a row of weights that each number of :func:`_even` falls on, or as many unlike ones."""
+    weights = (args[0] if args else kwargs["input"]).detach().float()
+    shares = weights / weights.sum(-1, keepdim=True)
+    if _argument(args, kwargs, 2, "replacement", False):
+        reached = shares.cumsum(-1).contiguous()
+        return torch.searchsorted(reached, _even(drawn).expand(drawn.shape).contiguous()).clamp(
+            max=shares.shape[-1] - 1
+        )
+    noise = _exponential(shares if shares.dim() > 1 else shares[None])  # one row may be a choice of samples
+    return (shares.log() - noise.log()).topk(drawn.shape[-1], dim=-1).indices
+
+
+def _gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    """Compute what torch's function does, which draws where no mode sees it."""
+    soft = ((logits - _exponential(logits).log()) / tau).softmax(dim)
+    if not hard:
+        return soft
+    one_hot = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return one_hot - soft.detach() + soft
+
+
+def _middle_of_windows(pooled: torch.Tensor, name: str) -> torch.Tensor:
+    dimensions = 3 if "3d" in name else 2
+    batch = pooled.shape[0] if pooled.dim() == dimensions + 2 else 1
+    return pooled.new_full((batch, pooled.shape[-dimensions - 1], dimensions), 0.5)
+
+
+def _named(values: Sequence[Any], *names: str) -> dict[str, Any]:
+    return dict(zip(names, values, strict=False))
+
+
+_TRAINING_IS_FOURTH = {"rrelu", "rrelu_"}
+
+
 def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     """Return whole numbers from ``low`` up to, and without, ``high``: ``randint`` takes both, or the second alone."""
     bounds = [bound for bound in args if isinstance(bound, int)]
@@ -150,7 +208,27 @@ _DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "randn": lambda drawn, args, kwargs: _standard(drawn),
     "randn_like": lambda drawn, args, kwargs: _standard(drawn),
     "normal_": _of_normal,
-    "bernoulli": lambda drawn, args, kwargs: _even(drawn) < args[0],
+    "normal": lambda drawn, args, kwargs: (
+        _standard(drawn) * _argument(args, kwargs, 1, "std", 1.0) + _argument(args, kwargs, 0, "mean", 0.0)
+    ),
+    "log_normal_": lambda drawn, args, kwargs: _of_normal(drawn, args, kwargs).exp(),
+    "exponential_": lambda drawn, args, kwargs: _exponential(drawn, _argument(args, kwargs, 1, "lambd", 1.0)),
+    "geometric_": lambda drawn, args, kwargs: (
+        (_exponential(drawn) / -math.log1p(-_argument(args, kwargs, 1, "p", 0.5))).ceil().clamp(min=1)
+    ),
+    "cauchy_": lambda drawn, args, kwargs: (
+        torch.tan(math.pi * (_even(drawn) - 0.5)) * _argument(args, kwargs, 2, "sigma", 1.0)
+        + _argument(args, kwargs, 1, "median", 0.0)
+    ),
+    "random_": lambda drawn, args, kwargs: _whole(drawn, args[1:], kwargs),
+    "poisson": lambda drawn, args, kwargs: (args[0].detach() + _even(drawn)).floor(),
+    "binomial": lambda drawn, args, kwargs: (args[0] * args[1] + _even(drawn)).floor().clamp(max=args[0]),
+    "multinomial": _drawn_places,
+    "_standard_gamma": lambda drawn, args, kwargs: _gamma(args[0].detach()),
+    "_sample_dirichlet": lambda drawn, args, kwargs: (
+        _gamma(args[0].detach()) / _gamma(args[0].detach()).sum(-1, keepdim=True)
+    ),
+    "bernoulli": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", args[0]),
     "bernoulli_": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", 0.5),
     "randint": _whole,
     "randint_like": lambda drawn, args, kwargs: _whole(drawn, args[1:], kwargs),

@@ -150,6 +150,10 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             total, number = self.forward(part.samples)
             if part.is_filler:
                 total, number = 0 * total.nan_to_num(), 0 * number
+            # A mean over nothing has a gradient that is not a number, and a constant has none. Where other ranks wait
+            # for this one in its backward pass, it has to run.
+            if not self._parallel.roots and (part.is_filler or not number):
+                return torch.zeros_like(total), number
             self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
         return total.detach(), number
 
@@ -268,7 +272,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def _values_of(self, part: list[Sample]) -> tuple[float, float]:
         """Return the sum of the losses of ``part`` and their number, the same on ranks that share its forward."""
         total, number = self.forward(part)
-        values = float(total), float(number)
+        values = float(total) if number else 0.0, float(number)  # a mean over nothing is not a number
         shares = self._parallel.ranks.size > 1 and sharded_roots(self._model)
         return self._parallel.ranks.gather(values)[0] if shares else values
 

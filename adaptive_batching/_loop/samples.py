@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import math
 import operator
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
@@ -80,6 +81,9 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
                 f"length returned {returned!r}; it must return the tokens of a sample before padding, a whole number"
             ) from None
 
+    def extent(self, sample: Sample) -> int:
+        return _size_of(sample) if self._length is None else super().extent(sample)
+
     def name_of_longest(self, part: P) -> str:
         longest = max(part.samples, key=lambda sample: self.length(sample) or 0)
         at = next((number for number, sample in enumerate(self.samples) if sample is longest), None)
@@ -87,6 +91,17 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
 
     def less_memory(self) -> str:
         return "checkpoint activations"
+
+
+def _size_of(value: Any) -> int:
+    """Return how many numbers and texts a sample has, by which samples that a collate function pads differ."""
+    if hasattr(value, "shape"):
+        return math.prod(value.shape)
+    if isinstance(value, Mapping):
+        return sum(_size_of(value[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return len(value) if _PLAIN.issuperset(map(type, value)) else sum(map(_size_of, value))
+    return 1
 
 
 def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:
@@ -155,7 +170,8 @@ def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor,
             return without_waiting(value, device)
         return value.to(device) if hasattr(value, "to") else value
 
-    returned = loss(model, tree_map(moved, batch))
+    # What moves itself, such as a PackedSequence, a tuple of which one tensor stays on the host, is one value.
+    returned = loss(model, tree_map(moved, batch, is_leaf=lambda value: hasattr(value, "to")))
     total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     is_number = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
     if not isinstance(total, torch.Tensor) or total.dim() > 0 or not is_number:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Generic
 
@@ -143,16 +144,17 @@ class AdaptiveStep(Generic[Sample]):
             DoesNotFitError: As for :meth:`gradients`, and if the optimizer itself runs out of memory; parameters may
                 then be updated in part.
         """
-        loss = self.gradients(samples, backward)
-        try:
-            clip_and_step(self._model, [self._optimizer], self._max_grad_norm)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DoesNotFitError(
-                "out of memory in the optimizer's step, which may have updated only some parameters; resume from the "
-                "last checkpoint, and call find_maximum_batch_size before training to make room for it"
-            ) from error
+        with self._own_gradients():
+            loss = self.gradients(samples, backward)
+            try:
+                clip_and_step(self._model, [self._optimizer], self._max_grad_norm)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise DoesNotFitError(
+                    "out of memory in the optimizer's step, which may have updated only some parameters; resume from "
+                    "the last checkpoint, and call find_maximum_batch_size before training to make room for it"
+                ) from error
         return loss
 
     def gradients(
@@ -160,7 +162,9 @@ class AdaptiveStep(Generic[Sample]):
     ) -> torch.Tensor:
         """Leave the gradient of the mean loss over ``samples`` in the parameters, and take no step.
 
-        The step itself, clipping included, is the caller's. A batch with no losses has gradients of zero.
+        The step itself, clipping included, is the caller's. A batch with no losses has gradients of zero. Those of
+        parameters that the optimizer does not have are added to what they had before, as a backward pass does. After an
+        error the gradients are as before.
 
         Args:
             samples: All samples of the step, not collated.
@@ -177,6 +181,10 @@ class AdaptiveStep(Generic[Sample]):
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
             Exception: Any error of ``loss``, ``collate`` or ``backward``; an error on other ranks repeats it.
         """
+        with self._own_gradients():
+            return self._mean_loss(samples, backward)
+
+    def _mean_loss(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
         parallel, runner = self._parallel, self._runner
         parallel.check_size()
         with parallel.without_sync():
@@ -192,7 +200,30 @@ class AdaptiveStep(Generic[Sample]):
         number = nonzero(number)
         if parts[0].divisor is not None:
             parallel.sum_gradients(parts[0].divisor / number.item())
+        trained = [parameter for parameter in self._work.parameters() if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in trained):  # nothing has run backward
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
         return total / number
+
+    @contextlib.contextmanager
+    def _own_gradients(self) -> Iterator[None]:
+        """Lay aside what gradients there are that the optimizer does not clear; an error leaves none but these."""
+        of_optimizer = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        before = [(parameter, parameter.grad) for parameter in self._work.parameters()]
+        others = [
+            (each, gradient) for each, gradient in before if gradient is not None and id(each) not in of_optimizer
+        ]
+        for parameter, _ in others:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            raise
+        for parameter, gradient in others:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def _check_scale_of(self, backward: Callable[[torch.Tensor], None]) -> None:
         """Raise ConfigError if ``backward`` divides the loss, as where gradients are accumulated over several calls."""
@@ -348,7 +379,7 @@ class AdaptiveStep(Generic[Sample]):
                 "DataLoader with collate_fn=list yields"
             )
         samples = list(samples)
-        if any(parameter.grad is not None for parameter in self._work.parameters()):
+        if any(parameter.grad is not None for parameter in self._work.parameters()):  # which the optimizer has
             raise ConfigError(
                 "gradients are left over from before this step and would be lost if it ran out of memory; call "
                 "optimizer.zero_grad() first, and pass all samples of an optimizer step at once"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from adaptive_batching._evidence import gradient_error
+from adaptive_batching._evidence import gradient_error, perturbed
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._step.work import Work
@@ -17,6 +17,7 @@ from adaptive_batching._values import DRY_RUN, ConfigError, percent
 
 _PARTS = 16  # of a step, of which two samples are chosen
 _TIMES = 4  # as long as the other one of them should be
+_TIMES_ROUNDING = 3  # what rounding in the last place of weights changes, for that of all that is computed from them
 
 RunParts = Callable[[Sequence[list[Any]]], bool]
 """Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
@@ -28,6 +29,8 @@ class Audit:
 
     It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
     or three samples run, of unlike lengths, and short ones of these, so that it costs a small part of these steps.
+    Where a step has none of unlike lengths, like ones show less, as nothing is padded: these are counted by themselves,
+    and the first step that has unlike ones is looked at as well.
 
     Args:
         work: That runs parts; its ``state`` is told when to look what a forward changes.
@@ -40,11 +43,12 @@ class Audit:
         assert work.state is not None
         self._work, self._state, self._ranks = work, work.state, ranks
         self._remedy, self._every = remedy, every
-        self._steps, self._next = 0, 1
+        self._steps = 0
+        self._next = self._next_alike = 1  # the second where a step has only samples of one length
 
     def begin_step(self) -> None:
         """Have the step watched for what it changes besides gradients where a look is due, which takes copies of it."""
-        if self._steps + 1 == self._next:  # and not in each one after it, if none is split
+        if self._steps + 1 in (self._next, self._next_alike):  # and not in each one after it, if none is split
             self._state.look_again()
 
     def end_step(self) -> None:
@@ -58,19 +62,35 @@ class Audit:
         Raises:
             ConfigError: If gradients of parts do not add up to that of their union.
         """
-        is_due = self._next == 1 if again else self._steps + 1 >= self._next
-        is_due = is_due and DRY_RUN not in os.environ  # where all values are zero
-        if not is_due or not self._ranks.any(len(parts) > 1):
+        is_due, is_due_alike = (at == 1 if again else self._steps + 1 >= at for at in (self._next, self._next_alike))
+        if not (is_due or is_due_alike) or DRY_RUN in os.environ:  # where all values are zero
             return
-        if len(parts) > 1:
-            most = max(map(self._work.tokens, parts))
-            chosen = _of_unlike_lengths(parts, self._work.tokens_in_one, most)
-        else:
+        chosen: tuple[list[Any], list[Any]] | None = None
+        if len(parts) > 1 and (is_due_alike or self._are_unlike([each for part in parts[:_PARTS] for each in part])):
+            chosen = _of_unlike_lengths(parts, self._work)
+        elif len(parts) <= 1:
             chosen = [*self._work.filler().samples], [*self._work.filler().samples]
-        if self._ranks.all(chosen is not None):
-            assert chosen is not None
-            if self.compare(*chosen, run):
-                self._next = 10 * self._next if self._every is None else self._steps + 1 + self._every
+        unlike = chosen is not None and self._are_unlike([*chosen[0], *chosen[1]])
+        of_ranks = self._ranks.gather((len(parts) > 1, chosen is not None, unlike))
+        split, has_some, unlikes = zip(*of_ranks, strict=True)
+        if not any(split) or not all(has_some) or not (is_due if any(unlikes) else is_due_alike):
+            return
+        assert chosen is not None
+        if self.compare(*chosen, run):
+            self._next_alike = self._after(self._next_alike)
+            if any(unlikes):
+                self._next = self._next_alike = self._after(self._next)
+
+    def _after(self, due: int) -> int:
+        """Return the step to look at after this one, in which one was ``due``."""
+        if self._every is not None:
+            return self._steps + 1 + self._every
+        while due <= self._steps + 1:
+            due *= 10
+        return due
+
+    def _are_unlike(self, samples: Sequence[Any]) -> bool:
+        return len(set(map(self._work.extent, samples))) > 1
 
     def compare(self, one: list[Any], other: list[Any], run: RunParts) -> bool:
         """Compare two parts, whenever that is, and leave nothing behind; return True if that was possible.
@@ -79,14 +99,34 @@ class Audit:
             ConfigError: As for :meth:`look`.
         """
         parameters = self._work.parameters()
+        together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
         around = rehearsal(self._state.owners, parameters[0].device, parameters)
         with self._work.rehearsing(), around as start_over:
-            together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
-            compared = gradient_error(parameters, together, apart, start_over)
-        if not self._ranks.all(compared is not None):
-            return False
-        assert compared is not None
-        error, rounding = map(self._ranks.largest, compared)
+
+            def measured(first: Callable[[], bool], second: Callable[[], bool]) -> tuple[float, float] | None:
+                compared = gradient_error(parameters, first, second, start_over)
+                if not self._ranks.all(compared is not None):
+                    return None
+                assert compared is not None
+                error, rounding = map(self._ranks.largest, compared)
+                return error, rounding
+
+            def with_rounded_weights() -> bool:
+                with perturbed(parameters, in_last_place=True):
+                    return together()
+
+            if (compared := measured(together, apart)) is None:
+                return False
+            error, rounding = compared
+            if rounding < error < math.inf:
+                # Where terms of a gradient nearly cancel, rounding is large against what is left of them. It is
+                # another where samples come in another order, and where weights are rounded otherwise.
+                in_another_order = measured(partial(run, [[*other, *one]]), apart)
+                of_rounding = measured(together, with_rounded_weights)
+                if in_another_order is None or of_rounding is None:
+                    return False
+                error = min(error, in_another_order[0])
+                rounding = max(rounding, _TIMES_ROUNDING * of_rounding[0])
         if error == math.inf:
             raise ConfigError(
                 "a backward pass changes what is trained or takes the gradients away, as a hook of "
@@ -103,23 +143,23 @@ class Audit:
         return True
 
 
-def _of_unlike_lengths(
-    parts: Sequence[list[Any]], tokens: Callable[[list[Any]], int], most: int
-) -> tuple[list[Any], list[Any]] | None:
-    """Return a sample of one part and one or two of another, which have ``most`` tokens together, or fewer.
+def _of_unlike_lengths(parts: Sequence[list[Any]], work: Work[Any, Any, Any]) -> tuple[list[Any], list[Any]] | None:
+    """Return a sample of one part and one or two of another, which fit together in one.
 
     They are of unlike lengths as far as possible up to ``_TIMES``, and otherwise have few tokens.
     """
-    by_length = [sorted(part, key=lambda sample: tokens([sample])) for part in parts[:_PARTS]]
+    tokens, most = work.tokens_in_one, max(map(work.tokens, parts))
+    by_length = [sorted(part, key=lambda sample: (tokens([sample]), work.extent(sample))) for part in parts[:_PARTS]]
     candidates = []
     for one, other in itertools.permutations(by_length, 2):
         enough = _TIMES * tokens(other[:1])
         longer = next((sample for sample in one if tokens([sample]) >= enough), one[-1])
         times = tokens([longer]) / max(tokens(other[:1]), 1)
+        alike = work.extent(longer) == work.extent(other[0])
         for shorter in (other[:2], other[:1]):
             if (together := tokens([longer, *shorter])) <= most:
-                candidates.append((-min(times, _TIMES), -len(shorter), together, [longer], shorter))
+                candidates.append((alike, -min(times, _TIMES), -len(shorter), together, [longer], shorter))
     if not candidates:
         return None
-    *_, chosen_one, chosen_other = min(candidates, key=lambda candidate: candidate[:3])
+    *_, chosen_one, chosen_other = min(candidates, key=lambda candidate: candidate[:4])
     return chosen_one, chosen_other

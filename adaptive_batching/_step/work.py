@@ -95,6 +95,10 @@ class Work(ABC, Generic[Samples, P, R]):
         """Return the tokens of samples as an audit runs them together."""
         return self.tokens(samples)
 
+    def extent(self, sample: Any) -> int:
+        """Return what is equal for samples that are not padded where they run together: their length, as a rule."""
+        return self.length(sample) or 0
+
     def begin(self) -> None:
         """Take note that a step begins."""
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
-from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, ConfigError, DoesNotFitError
+from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, ConfigError, DoesNotFitError, _snapshot
+from adaptive_batching._loop.samples import run_forward
 
 IGNORED = -100
 Text = torch.Tensor  # of one sample: tokens [s]
@@ -264,6 +265,38 @@ def test_accumulated_gradients_are_left_for_the_caller() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def masked_mean(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean over targets times their number, which is nothing over nothing where there is none."""
+    losses, number = loss(model, batch, "none")
+    return losses.sum() / number * number, number
+
+
+def constant_of_nothing(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    total, number = loss(model, batch)
+    return (total if number > 0 else torch.zeros(())), number
+
+
+@pytest.mark.parametrize("given", [masked_mean, constant_of_nothing])
+def test_a_part_without_targets_leaves_the_gradient_as_it_is(given: Any) -> None:
+    def without_prompts(samples: list[Text]) -> Any:
+        batch = collate(samples)
+        return {
+            "tokens": batch["tokens"].clamp(min=0),
+            "labels": batch["labels"].masked_fill(batch["tokens"] < 0, IGNORED),
+        }
+
+    prompts = [torch.full((n,), -1) for n in (3, 12, 40)]
+    results = []
+    for samples, max_tokens in ((SAMPLES, None), ([*SAMPLES, *prompts], 40)):
+        model, step = make(given, collate=without_prompts, max_tokens=max_tokens)
+        results.append(([step(samples) for _ in range(2)], [each.detach().clone() for each in model.parameters()]))
+    torch.testing.assert_close(*results)
+    for max_tokens in (None, 3):
+        model, step = make(given, collate=without_prompts, max_tokens=max_tokens)
+        assert step.gradients(prompts) == 0
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
 def test_a_batch_without_targets_changes_nothing() -> None:
     for max_tokens in (None, 1):
         model, step = make(max_tokens=max_tokens)
@@ -303,6 +336,95 @@ def test_gradients_that_the_optimizer_does_not_use_are_not_left_behind() -> None
     for _ in range(2):
         step(SAMPLES)
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_that_the_optimizer_does_not_clear_add_up_as_in_a_plain_loop() -> None:
+    models = [Model().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, plain = models
+    step = AdaptiveStep(ours, torch.optim.SGD(ours.out.parameters(), lr=0.1), loss, collate, length=length)
+    always(ours, times=2)
+    optimizers = [torch.optim.SGD(model.out.parameters(), lr=0.1) for model in models]
+    for _ in range(3):
+        total, number = loss(plain, collate(SAMPLES))
+        (total / number).backward()
+        step.gradients(SAMPLES)
+        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = ours.embedding.weight.grad
+    step(SAMPLES)
+    assert ours.embedding.weight.grad is kept is not None
+
+
+@pytest.mark.parametrize("where", ["loss", "backward", "optimizer"])
+def test_an_error_midway_leaves_no_gradients_and_the_next_step_is_that_of_a_plain_loop(where: str) -> None:
+    model, step = make(max_tokens=64)
+    _, clean = make(max_tokens=64)
+    fails = iter([False, True] if where != "optimizer" else [True])
+
+    def fail(*args: Any) -> None:
+        if not _snapshot.rehearsing and next(fails, False):
+            raise KeyboardInterrupt
+
+    if where == "optimizer":
+        handle: Any = step._optimizer.register_step_pre_hook(fail)
+    elif where == "backward":
+        handle = model.out.register_full_backward_hook(fail)
+    else:
+        handle = model.register_forward_pre_hook(lambda *args: fail() if torch.is_grad_enabled() else None)
+    with pytest.raises(KeyboardInterrupt):
+        step(SAMPLES)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    handle.remove()
+    torch.testing.assert_close(step(SAMPLES), clean(SAMPLES))
+
+
+class Mean(nn.Module):
+    """The mean of a bag of words, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(self.embedding(tokens).cumsum(1))
+        return logits
+
+
+def test_sparse_gradients_are_those_of_a_plain_loop_and_wrong_ones_are_found_out() -> None:
+    def trained(max_tokens: int | None, loss: Any = loss) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Mean().double()
+        step = AdaptiveStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, collate, length=length)
+        step.max_tokens = max_tokens
+        return [*(step(SAMPLES) for _ in range(3)), *(each.detach() for each in model.parameters())]
+
+    torch.testing.assert_close(trained(24), trained(None))
+
+    def twice_for_two(model: Any, batch: Any) -> Any:
+        total, number = loss(model, batch)
+        more = 0.1 * len(batch["tokens"]) * model.embedding(batch["tokens"]).sum()
+        return total + more - more.detach(), number
+
+    with pytest.raises(ConfigError, match="% off that of the same batch in one"):
+        trained(24, twice_for_two)
+
+
+def test_a_batch_that_moves_itself_is_moved_as_one() -> None:
+    """Of a packed sequence, a tuple, the sizes of its batches stay on the host."""
+    model = nn.Linear(4, 2, device="meta")
+    packed = pack_sequence([torch.randn(n, 4) for n in (5, 3)])
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        seen.append(batch["x"])
+        return model(batch["x"].data).sum(), 2
+
+    run_forward(loss, model, {"x": packed, "y": torch.ones(2)})
+    assert seen[0].data.device.type == "meta" and seen[0].batch_sizes.device.type == "cpu"
 
 
 def test_a_loop_within_one_autocast_context_trains_the_weights_of_each_step() -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributions as D
+import torch.nn.functional as F
 from torch import nn
 
 from adaptive_batching import AdaptiveStep, ConfigError, _snapshot
@@ -15,12 +18,161 @@ from tests.loop.test_step import collate as stock_collate
 from tests.support.toy_work import ToyWork
 
 
-def test_a_loss_that_looks_right_on_like_samples_is_found_out_by_unlike_ones() -> None:
+def test_a_loss_that_looks_right_on_like_samples_is_found_out_by_the_first_unlike_ones() -> None:
     _, step = make(mean_times_samples, max_tokens=24)
-    for _ in range(9):
+    for _ in range(3):
         step(texts(*[8] * 6))  # of one length, where a mean over tokens looks like one over samples
-    with pytest.raises(ConfigError, match=r"in two parts is [\d.]+ % off .* \(in step 10\).*sum and its number"):
+    with pytest.raises(ConfigError, match=r"in two parts is [\d.]+ % off .* \(in step 4\).*sum and its number"):
         step(SAMPLES)
+
+
+@pytest.mark.parametrize("by_length", [True, False])
+def test_a_layer_that_reads_padding_is_found_out_by_the_first_samples_that_are_padded(by_length: bool) -> None:
+    """It reads from the end, where all but the longest sample have padding; whether lengths are given or not."""
+
+    class Backwards(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # [b, c, s]
+            return hidden.flip(2).cumsum(2).flip(2)
+
+    _, step = make(norm=Backwards(), max_tokens=24 if by_length else 3, by_length=by_length)
+    for _ in range(2):
+        step(texts(*[8] * 6))
+    with pytest.raises(ConfigError, match=r"% off that of the same batch in one \(in step 3\)"):
+        step(texts(3, 8, 8, 3, 8, 3))
+
+
+def test_samples_of_one_length_alone_are_looked_at_now_and_then() -> None:
+    model, step = make(max_tokens=24)
+    looks = []
+    for number in range(1, 13):
+        model.forwards.clear()
+        step(texts(*[8] * 6))
+        looks += [number] if len(model.forwards) > 2 else []
+    assert looks == [1, 10]
+
+
+def test_rounding_of_a_gradient_whose_terms_cancel_is_no_reason_to_stop() -> None:
+    """Choices that differ in one word, by a new model: what is left of their gradients is a millionth."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    def choices(length: int, chance: torch.Generator) -> torch.Tensor:  # [3, length]
+        text = torch.randint(4, 96, (length,), generator=chance).repeat(3, 1)
+        text[:, -1] = torch.arange(1, 4)
+        return text
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        longest = max(sample.shape[1] for sample in samples)
+        return torch.stack([nn.functional.pad(sample, (0, longest - sample.shape[1])) for sample in samples])
+
+    def loss(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        logits = model(input_ids=batch, attention_mask=(batch > 0).long()).logits
+        return nn.functional.cross_entropy(logits, batch[:, 0, 0] % 3, reduction="sum"), len(batch)
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = transformers.BertForMultipleChoice(config)
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.mul_(0.1 if weights.dim() > 1 else 1.0)
+        chance = torch.Generator().manual_seed(seed)
+        step = AdaptiveStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss, collate, length=lambda s: s.shape[1]
+        )
+        step.max_tokens = 60
+        assert 1 < step([choices(length, chance) for length in (25, 7, 30, 12)]) < 1.2
+
+
+def test_a_gradient_that_depends_on_the_order_of_samples_is_no_rounding() -> None:
+    def of_the_first(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+        total, number = loss(model, batch)
+        return total + 0.02 * float(batch["tokens"][0, 0]) * (total - total.detach()), number
+
+    _, step = make(of_the_first, max_tokens=64)
+    with pytest.raises(ConfigError, match="% off that of the same batch in one"):
+        step(SAMPLES)
+
+
+# Random numbers, which each sample has of its own
+
+
+def _categories(hidden: torch.Tensor, **how: Any) -> torch.Tensor:
+    return hidden.gather(-1, torch.multinomial(hidden.softmax(-1), hidden.shape[-1], **how))
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of features, [n, 6]
+    "gumbel_softmax": F.gumbel_softmax,
+    "gumbel_softmax, hard": lambda h: F.gumbel_softmax(h, hard=True),
+    "multinomial": _categories,
+    "multinomial with replacement": lambda h: _categories(h, replacement=True),
+    "poisson": lambda h: h * torch.poisson(h.exp()),
+    "normal of tensors": lambda h: h + torch.normal(h, h.exp()),
+    "normal of numbers": lambda h: h + torch.normal(0.0, 2.0, size=h.shape),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "rrelu of torch": lambda h: torch.rrelu(h, 0.1, 0.3, True),
+    "exponential_": lambda h: h * torch.empty_like(h).exponential_(2.0),
+    "geometric_": lambda h: h * torch.empty_like(h).geometric_(0.3),
+    "cauchy_": lambda h: h + torch.empty_like(h).cauchy_(),
+    "log_normal_": lambda h: h * torch.empty_like(h).log_normal_(),
+    "random_": lambda h: h * torch.empty_like(h).random_(0, 5),
+    "fractional pooling": lambda h: F.fractional_max_pool2d(h[:, None, :, None].expand(-1, 1, 6, 6), 2, 3)[
+        :, 0, 0
+    ].repeat(1, 2),
+    "Normal": lambda h: D.Normal(h, 1.0).rsample(),
+    "Categorical": lambda h: h * F.one_hot(D.Categorical(logits=h).sample(), 6),
+    "Bernoulli": lambda h: h * D.Bernoulli(logits=h).sample(),
+    "Gamma": lambda h: D.Gamma(h.exp(), 1.0).rsample(),
+    "Beta": lambda h: D.Beta(h.exp(), h.exp()).rsample(),
+    "Dirichlet": lambda h: D.Dirichlet(h.exp()).rsample(),
+    "Poisson": lambda h: h * D.Poisson(h.exp()).sample(),
+    "Laplace": lambda h: D.Laplace(h, 1.0).rsample(),
+    "Gumbel": lambda h: D.Gumbel(h, 1.0).rsample(),
+    "Exponential": lambda h: D.Exponential(h.exp()).rsample(),
+    "StudentT": lambda h: D.StudentT(h.exp() + 2).rsample(),
+    "Binomial": lambda h: h * D.Binomial(5, h.sigmoid()).sample(),
+    "RelaxedOneHotCategorical": lambda h: D.RelaxedOneHotCategorical(torch.tensor(0.5), logits=h).rsample(),
+}
+OF_BATCHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "randperm": lambda h: h + h[torch.randperm(len(h))],
+    "multinomial": lambda h: h + h[torch.multinomial(torch.ones(len(h)), len(h))],
+    "Beta": lambda h: 0.7 * h + 0.3 * h.flip(0) * D.Beta(1.0, 1.0).sample(),
+}
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw, self.before, self.after = draw, nn.Linear(5, 6), nn.Linear(6, 1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.after(self.draw(self.before(values))).squeeze(-1)
+        return result
+
+
+def drawing(draw: Callable[[torch.Tensor], torch.Tensor]) -> AdaptiveStep[torch.Tensor]:
+    def squares(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (model(batch) - 1).square().sum(), len(batch)
+
+    torch.manual_seed(0)
+    model = Draws(draw)
+    step: AdaptiveStep[torch.Tensor] = AdaptiveStep(model, torch.optim.SGD(model.parameters(), lr=0.1), squares)
+    step.max_tokens = 3
+    return step
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_that_each_sample_has_of_its_own_are_right_in_parts(name: str) -> None:
+    assert torch.isfinite(drawing(DRAWS[name])([*torch.randn(8, 5)]))
+
+
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_random_numbers_that_mix_samples_are_found_out(name: str) -> None:
+    with pytest.raises(ConfigError, match="computes over the batch"):
+        drawing(OF_BATCHES[name])([*torch.randn(8, 5)])
 
 
 class Codebook(nn.Module):

@@ -1,4 +1,4 @@
-"""Samples of one length, as packed data has, of which few take all of a real memory limit: hosts train as without it.
+"""Samples of one length, as packed data has, of which few fit under a real memory limit: hosts train as without it.
 
     python -m tests.support.alike_samples <host> '[[<samples that fit>, <the most of a part, or null>], ...]'
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,13 @@ class OfTrainer:
 HOSTS: dict[str, Any] = {"loop": Loop, "trainer": OfTrainer}
 
 
-def run_out_of_memory(run: Callable[[], object]) -> bool:
+def limit_to(num_bytes: int) -> None:
+    """Let this process take so much more."""
+    memory_meter("cpu").release()
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + num_bytes, -1))
+
+
+def runs_out_of_memory(run: Callable[[], object]) -> bool:
     try:
         run()
     except Exception as error:
@@ -122,27 +129,20 @@ def main(host: Any, cases: list[tuple[int, int | None]]) -> None:
     print(json.dumps(host().train(1, lambda: None)[0]), flush=True)
     own = host()
     own.forward_backward(1)  # parts have the gradient of those before beside them
-    peaks = {
-        size: most_in_use(lambda size=size: own.forward_backward(size))
-        for size in range(1, 1 + max(n for n, _ in cases))
-    }
+    sizes = range(1, 1 + max(num_fits for num_fits, _ in cases))
+    peaks = {size: most_in_use(partial(own.forward_backward, size)) for size in sizes}
+    gradients = sum(parameter.nbytes for parameter in own.model.parameters())
     of_one_more = peaks[1] if len(peaks) == 1 else (peaks[len(peaks)] - peaks[1]) / (len(peaks) - 1)
     for num_fits, most in cases:
         if os.fork():
             os.wait()
             continue
         allowed = int(peaks[num_fits] + ROOM * of_one_more)
-
-        def limit(allowed: int = allowed) -> None:
-            memory_meter("cpu").release()
-            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + allowed, -1))
-
-        limit()
-        fit = [not run_out_of_memory(lambda n=n: own.forward_backward(n)) for n in (num_fits, num_fits + 1)]  # type: ignore[misc]
+        limit_to(allowed)
+        fit = [not runs_out_of_memory(partial(own.forward_backward, size)) for size in (num_fits, num_fits + 1)]
         resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
-        gradients = sum(parameter.nbytes for parameter in own.model.parameters())
         try:
-            losses, recoveries = host().train(most, lambda most=allowed + gradients: limit(most))
+            losses, recoveries = host().train(most, partial(limit_to, allowed + gradients))
             told = {"case": (num_fits, most), "fit": fit, "losses": losses, "recoveries": recoveries}
             print(json.dumps(told), flush=True)
         except Exception:

@@ -91,6 +91,9 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     def length(self, sample: Sample) -> int:
         return self._host.objective.size(sample)  # tokens of a rollout are on the device
 
+    def extent(self, sample: Sample) -> int:
+        return len(self._host.objective.tokens(sample))
+
     def describe(self, part: MicroBatch) -> str:
         # By the text of samples with images as well, whose length is 1.
         plural = "s" if len(part.samples) > 1 else ""
