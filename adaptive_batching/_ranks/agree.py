@@ -146,9 +146,9 @@ class Ranks:
     def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
         """Return what each rank gives, with zeros at its end up to ``size``, which is the same on all."""
         sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        received = torch.empty(self.size * size, dtype=torch.uint8)
-        dist.all_gather_into_tensor(received, sent, group=self._group)
-        return [of_rank.tobytes() for of_rank in received.numpy().reshape(self.size, size)]
+        received = bytearray(self.size * size)
+        dist.all_gather_into_tensor(torch.frombuffer(received, dtype=torch.uint8), sent, group=self._group)
+        return [bytes(received[start : start + size]) for start in range(0, len(received), size)]
 
     def exchange(self, outgoing: Mapping[int, bytes], senders: Sequence[int]) -> list[bytes]:
         """Send bytes to other ranks, by their numbers, and return what ``senders`` have sent to this one.
@@ -170,12 +170,12 @@ class Ranks:
         for rank in senders:
             size = torch.empty(1, dtype=torch.int64)
             dist.recv(size, rank, group=self._group)
-            incoming.append(torch.empty(int(size), dtype=torch.uint8))
+            incoming.append(bytearray(int(size)))  # tensors give their bytes to numpy alone, which is optional
             if size:
-                post(dist.irecv, incoming[-1], rank)
+                post(dist.irecv, torch.frombuffer(incoming[-1], dtype=torch.uint8), rank)
         for work in waiting:
             work.wait()
-        return [tensor.numpy().tobytes() for tensor in incoming]
+        return [*map(bytes, incoming)]
 
     def all_results(self, function: Callable[[], T]) -> list[T]:
         """Run ``function`` on every rank, and return all results; if it fails on one, raise an error on every rank.
@@ -202,18 +202,18 @@ class Ranks:
         """Run ``function`` on the first rank only, and return its result, or raise its error, on every rank."""
         if self._group is None:
             return function()
-        answer: list[Any] = [None, None]
+        answer: tuple[Any, str | None] = None, None
         failure: Exception | None = None
         if self.is_first:
             try:
-                answer[0] = function()
+                answer = function(), None
             except Exception as error:
                 failure = error
-                answer[1] = f"on the first rank, {type(error).__name__}: {error}"
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1] is not None:
-            raise failure if failure is not None else OtherRankError(answer[1])
-        return answer[0]  # type: ignore[no-any-return]
+                answer = None, f"on the first rank, {type(error).__name__}: {error}"
+        result, words = self.gather(answer)[0]  # torch's broadcast of objects needs numpy
+        if words is not None:
+            raise failure if failure is not None else OtherRankError(words)
+        return result  # type: ignore[no-any-return]
 
     def leave(self) -> None:
         """Wait for all ranks, because one that leaves its process group early can abort the others."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from adaptive_batching._step.sharing import pickled
+from tests.conftest import ROOT
 from tests.loop import shared_steps
 from tests.loop.shared_steps import CANNOT_BE_SENT, SETTINGS
 from tests.loop.test_step import PlainLoop, Text
@@ -210,3 +214,59 @@ def test_four_ranks_share_out_a_step_as_two_do(name: str, four_ranks: Found) -> 
         assert [len(rank[name]["told"]) for rank in four_ranks] == [1] * 4
     else:
         assert all(moved > 0 for moved in found["moved"])
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None  # as if it were not installed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+from adaptive_batching import AdaptiveStep
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)))
+
+def loss(model, batch):
+    if torch.is_grad_enabled() and rank and len(batch) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    targets = batch[:, 1:]
+    return cross_entropy(model(batch[:, :-1]).mT, targets, ignore_index=0, reduction="sum"), targets.ne(0).sum()
+
+def collate(samples):
+    seen.append(max(map(len, samples)))
+    return pad_sequence(samples, batch_first=True)
+
+seen = []
+generator = torch.Generator().manual_seed(0)
+lengths = [[600, 700, 650, 550, 500], [4, 5, 3, 6]]
+of_ranks = [[torch.randint(1, 20, (n,), generator=generator) for n in of_rank] for of_rank in lengths]
+with torch.no_grad():
+    total, number = loss(model.module, collate([*of_ranks[0], *of_ranks[1]]))
+step = AdaptiveStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, collate, length=len)
+step.max_tokens = 1400
+seen.clear()
+losses = [step(of_ranks[rank]).item() for _ in range(2)]
+print(step.num_recoveries, *losses, (total / number).item(), max(seen))
+"""
+
+
+def test_several_ranks_share_samples_and_recover_where_numpy_is_not_installed(tmp_path: Path) -> None:
+    """A plain loop needs torch alone."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_NUMPY, str(rank), str(tmp_path / "store")],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    printed = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    for recoveries, first, _, expected, longest in (map(float, out.split()) for out, _ in printed):
+        assert recoveries > 0 and longest >= 500, "samples of the first rank ran on both"
+        assert first == pytest.approx(expected, rel=1e-5)
