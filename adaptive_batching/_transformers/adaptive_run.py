@@ -328,7 +328,7 @@ class AdaptiveRun:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
             random_state = RandomState(trainer.args.device)  # from which a collate function may draw
-            kind, module, samples = self._find_loss_kind(data)
+            kind, module, samples = self._find_loss_kind(data, splits=splits)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             if (joins := samples is data.some) and (of_batch := self._not_to_join(data, kind)):
                 samples, joins = of_batch, False
@@ -352,7 +352,7 @@ class AdaptiveRun:
                 raise
             raise DoesNotFitError.even_of_few("gradient_checkpointing=True, bf16=True, LoRA") from error
 
-    def _find_loss_kind(self, data: TrainingData) -> tuple[LossKind, str | None, list[Any]]:
+    def _find_loss_kind(self, data: TrainingData, *, splits: bool) -> tuple[LossKind, str | None, list[Any]]:
         """Return what the loss is, what module computes over the batch if one does, and the samples that showed it.
 
         They are from all of the data. If their losses do not add up and batches are by somebody's own sampler, they are
@@ -360,13 +360,13 @@ class AdaptiveRun:
         """
         trainer, ranks = self._trainer, self.ranks
         try:
-            return *find_loss_kind(trainer, data.some, ranks), data.some
+            return *find_loss_kind(trainer, data.some, ranks, splits=splits), data.some
         except Exception as error:
             if is_out_of_memory(error) or not data.has_own_sampler:
                 raise
             batches = [batch for batch in data.some_batches(ranks, _LOOKED_AT) if len(batch) > 1]
             try:
-                found = [find_loss_kind(trainer, batch, ranks) for batch in batches]
+                found = [find_loss_kind(trainer, batch, ranks, splits=splits) for batch in batches]
             except Exception:
                 raise error from None
             if not found or any(each != found[0] for each in found):

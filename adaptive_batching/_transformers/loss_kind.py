@@ -60,7 +60,7 @@ class LossKind:
 
     of: str
     """What a mean is taken over: ``samples``, ``targets``, ``shifted targets``, of which the first of each row is none,
-    or the ``sum`` of weights."""
+    or the ``sum`` of weights; ``batches`` where each is a loss as a whole, which no part of it makes up."""
 
     key: str = "labels"
     """The part of the batch that has the targets or weights."""
@@ -77,6 +77,8 @@ class LossKind:
 
     def count(self, batch: Mapping[str, Any], num_samples: int) -> int | torch.Tensor:
         """Return the number of losses in a batch, or the sum of their weights."""
+        if self.of == "batches":
+            return 1
         if self.of == "samples":
             return rows_of(batch) // self.rows if self.rows else num_samples
         if self.key not in batch and not (self.key == "labels" and "shift_labels" in batch):
@@ -111,7 +113,7 @@ class LossKind:
     def __str__(self) -> str:
         if self.takes_number:
             return "a sum over num_items_in_batch"
-        return "a mean over samples" if self.of == "samples" else f"a mean over the {self.of} in {self.key!r}"
+        return f"a mean over {self.of if self.of in ('samples', 'batches') else f'the {self.of} in {self.key!r}'}"
 
 
 def kinds_of(trainer: Any, batch: Mapping[str, Any], ignored: Iterable[int] = (IGNORED,)) -> list[LossKind]:
@@ -138,11 +140,14 @@ def _has_labels(key: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and ("label" in key or "target" in key)
 
 
-def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE) -> tuple[LossKind, str | None]:
+def find_loss_kind(
+    trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE, *, splits: bool = True
+) -> tuple[LossKind, str | None]:
     """Return how the losses of parts make up that of their batch, and what module computes over the batch, if one does.
 
     A few of ``samples`` run as training runs them, in four groups as unlike as possible and all together, with the
-    weights as they are and with slightly others. Everything is put back.
+    weights as they are and with slightly others. Everything is put back. A run that ``splits`` no batch can have a loss
+    that computes over it, as a contrastive one does: that is then named as the module.
 
     Raises:
         ConfigError: If the loss of all is no sum and no mean of theirs, as with terms that compute over the batch.
@@ -150,11 +155,11 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE
     if DRY_RUN in os.environ:  # where all values are zero
         return kinds_of(trainer, collated(samples[:1], trainer.data_collator))[0], None
     if ranks.size > 1 and is_sharded(trainer.model):  # a rank that tries again would leave the others waiting
-        return _find_loss_kind(trainer, samples, ranks, most=4)
+        return _find_loss_kind(trainer, samples, ranks, most=4, splits=splits)
     for most, longest in _TRIES if ranks.size == 1 else _TRIES[1:]:
         found, failure = None, None
         try:
-            found = _find_loss_kind(trainer, samples, ranks, most, longest)
+            found = _find_loss_kind(trainer, samples, ranks, most, longest, splits=splits)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -189,7 +194,7 @@ def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ran
 
 
 def _find_loss_kind(
-    trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int, longest: int | None = None
+    trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int, longest: int | None = None, *, splits: bool
 ) -> tuple[LossKind, str | None]:
     name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
     # Unheard first, as what a rehearsal puts back each time includes the attributes of a trainer.
@@ -210,6 +215,8 @@ def _find_loss_kind(
             module = tried.module_over_the_batch()
             if module is not None or losses.are_drawn:
                 kind, _ = tried.kind(trainer.model.eval)
+        if kind is None and not splits:
+            kind, module = LossKind(False, "batches"), module or f"the loss of {name}"
         if kind is None:
             error = percent(tried.least_error(losses))
             if padding := tried.cause_in_padding(losses.rounding):

@@ -161,9 +161,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._rows: list[Row | None] = []  # that they are laid out in
         self._parallel = DataParallel(ranks, self.parameters, self.models)
         remedy = "leave micro_batch_size out, or train without adaptive"
-        self.runner = StepRunner(
-            self, self.limit, self._parallel, audit=Audit(self, ranks, remedy, audit_every), recovers=recovers
-        )
+        # Batches over which something computes do not add up to their union, nor are they asked to.
+        audit = Audit(self, ranks, remedy, audit_every) if dependent_module is None else None
+        self.runner = StepRunner(self, self.limit, self._parallel, audit=audit, recovers=recovers)
 
     def check_that_parts_add_up(self) -> None:
         """Raise ConfigError if the model computes over the batch, so that it cannot be split."""

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching import ConfigError, IncreaseFunctionError
+from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError
 from adaptive_batching._step import forward_timer
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._transformers import adaptive_run
 from adaptive_batching.transformers import AdaptiveArguments
-from tests.transformers import trainers
+from tests.transformers import strangers, trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, growing, losses, make_trainer, trained
 
 
@@ -154,6 +154,25 @@ def test_a_function_that_keeps_a_state_is_asked_once_for_each_epoch_and_trains_w
     assert resumed.adaptive.schedule.sizes == [4, 8, 8], "a new one adds nothing in its first call"
     assert second.epochs == [2], "epochs that have begun keep their sizes"
     assert [each["batch_size"] for each in losses(resumed)] == [4] * 10 + [8] * 9
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loss_that_computes_over_the_batch_trains_where_no_batch_is_split(accumulated: int, tmp_path: Path) -> None:
+    make = strangers.of_classes(strangers.contrastive, kind=strangers.AveragingTrainer)
+    settings: dict[str, Any] = dict(gradient_accumulation_steps=accumulated, num_train_epochs=1)
+    stock = make(tmp_path / "stock", None, per_device_train_batch_size=8, **settings)
+    stock.train()
+    never = {"batch_increase_function": lambda epoch, size: 0}
+    for given in ({"use_maximum_batch_size": True}, never):
+        arguments = AdaptiveArguments(**given, max_batch_size=8)
+        ours = make(tmp_path / "ours", arguments, per_device_train_batch_size=8, **settings)
+        ours.train()
+        assert_alike(ours, stock)
+    OutOfMemory(ours.model, 60)
+    with pytest.raises(DoesNotFitError, match="splitting the batch would change the result: the loss of"):
+        ours.train()
+    with pytest.raises(ConfigError, match="neither a sum over num_items_in_batch nor a mean"):
+        make(tmp_path / "split", AdaptiveArguments(micro_batch_size=4), **settings).train()
 
 
 @pytest.mark.parametrize(("fits", "forwards"), [(16, [12, 12, 12, 4]), (32, [24, 16])])
