@@ -121,7 +121,7 @@ def of_short_ones_or_nothing(samples: Data) -> Features | None:
 def test_samples_that_a_collate_function_leaves_out_do_not_count(
     data: Data, collator: Any, size: Any, tmp_path: Path
 ) -> None:
-    given = {"data": data, "collator": collator, "remove_unused_columns": False, "num_train_epochs": 1}
+    given: dict[str, Any] = {"data": data, "collator": collator, "remove_unused_columns": False, "num_train_epochs": 1}
     stock = trained(tmp_path / "stock", model=classes(), **given)
     ours = AdaptiveArguments(micro_batch_size=size)
     split = without_probe(make_trainer(tmp_path / "ours", ours, model=classes(), **given), 60)
@@ -130,7 +130,12 @@ def test_samples_that_a_collate_function_leaves_out_do_not_count(
 
 
 def test_the_longest_sample_that_is_kept_is_probed(tmp_path: Path) -> None:
-    given = {"data": labelled(range(0)), "collator": of_short_ones, "remove_unused_columns": False, "max_steps": 1}
+    given: dict[str, Any] = {
+        "data": labelled(range(0)),
+        "collator": of_short_ones,
+        "remove_unused_columns": False,
+        "max_steps": 1,
+    }
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=classes(), **given)
     ours.train()
     assert ours.adaptive.longest == 18
@@ -163,7 +168,12 @@ def of_text_and_pictures(samples: Data) -> Features:
 def test_batches_may_have_unlike_keys(size: Any, tmp_path: Path) -> None:
     data = trainers.make_labelled(40)
     data = [{**each, "picture": 0.1 * number} if number % 3 == 0 else each for number, each in enumerate(data)]
-    given = {"data": data, "collator": of_text_and_pictures, "remove_unused_columns": False, "num_train_epochs": 1}
+    given: dict[str, Any] = {
+        "data": data,
+        "collator": of_text_and_pictures,
+        "remove_unused_columns": False,
+        "num_train_epochs": 1,
+    }
     stock = trained(tmp_path / "stock", model=WithPictures(), **given)
     ours = AdaptiveArguments(micro_batch_size=size)
     split = without_probe(make_trainer(tmp_path / "ours", ours, model=WithPictures(), **given), 60)
@@ -197,7 +207,7 @@ def test_a_label_that_is_no_target_may_be_any(ignored: int, by_hand: bool, tmp_p
         labels[: number % 6] = ignored
         data.append({"pixel_values": torch.randn(3, 6, 6, generator=chance), "labels": labels})
     stack = lambda samples: {key: torch.stack([each[key] for each in samples]) for key in samples[0]}  # noqa: E731
-    given = {"data": data, "collator": stack, "num_train_epochs": 1}
+    given: dict[str, Any] = {"data": data, "collator": stack, "num_train_epochs": 1}
     stock = trained(tmp_path / "stock", model=Pixels(ignored, by_hand=by_hand), **given)
     ours = AdaptiveArguments(micro_batch_size=3)
     split = trained(tmp_path / "ours", ours, model=Pixels(ignored, by_hand=by_hand), **given)
