@@ -30,7 +30,7 @@ define tests_and_types
 	$(PYTEST) $(1); tests=$$?; wait $$types; checked=$$?; cat "$$said"; rm "$$said"; exit $$((tests | checked))
 endef
 
-.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-emulated test-cuda bench clean
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-stacks test-emulated test-cuda bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,22 @@ test: ruff-check ruff-format  ## Lint, types, and all tests but the slow ones
 
 test-all: ruff-check ruff-format  ## Lint, types, and all tests
 	$(call tests_and_types,-m '')
+
+# Other versions of what Trainer needs, each in an environment over that of the tests, which has all else.
+PINS_oldest := transformers==5.3.0 trl==0.24.0 accelerate==1.11.0
+PINS_axolotl := transformers==5.16.1 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4 huggingface_hub==1.17.0
+STACK_TESTS := tests/transformers/test_versions.py
+
+test-stacks: $(addprefix $(VENV)-,$(addsuffix /.stack,oldest axolotl))  ## Tests of Trainer with older versions
+	@for stack in $^; do echo "$$stack"; \
+		PYTHONPATH=. $${stack%/.stack}/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(STACK_TESTS) || exit 1; done
+
+$(VENV)-%/.stack: pyproject.toml $(call installed,dev)
+	$(BASE_PYTHON) -m venv $(@D)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PINS_$*)
+	touch $@
 
 test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
 	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._emulated_device --devices 2 \
@@ -88,7 +104,7 @@ bench: $(call installed,bench)
 endif
 
 clean:  ## Remove the environment and what the quickstart made
-	rm -rf $(VENV) $(EMULATED) data/quickstart outputs/quickstart
+	rm -rf $(VENV) $(VENV)-* data/quickstart outputs/quickstart
 
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)

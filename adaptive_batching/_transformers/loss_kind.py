@@ -34,6 +34,7 @@ from adaptive_batching._transformers.handed_out import (
     rows_of,
     unheard,
 )
+from adaptive_batching._transformers.older_versions import declared_as_scaled, shifts_labels
 from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 from adaptive_batching._without_chance import WithoutChance
@@ -118,7 +119,7 @@ class LossKind:
 
 def kinds_of(trainer: Any, batch: Mapping[str, Any], ignored: Iterable[int] = (IGNORED,)) -> list[LossKind]:
     """Return what the loss of a batch can be, the most likely first; ``ignored`` are labels that may be no targets."""
-    shifts = getattr(trainer, "_loss_shifts_labels", False)
+    shifts = shifts_labels(trainer)
     kinds, of_weights = [], []
     for key in sorted(batch, key=lambda key: (key != "labels", key)):
         value = batch[key]
@@ -235,7 +236,8 @@ def _find_loss_kind(
                 "that each part of a batch would change it for the next; change them once in each step, or train "
                 "without adaptive"
             )
-        kind = replace(kind, factor=tried.factor(kind), rows=tried.rows_of_sample() if kind.of == "samples" else 0)
+        rows = tried.rows_of_sample() if kind.of == "samples" else 0
+        kind = replace(kind, factor=tried.factor(kind, name), rows=rows)
     log.info("the loss of %s is %s", name, kind)
     batches = trainer.args.gradient_accumulation_steps
     if batches > 1 and not kind.takes_number and _adds_means_up(trainer):
@@ -341,8 +343,13 @@ class _Trials:
         with trainer.compute_loss_context_manager():
             return float(trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch)))
 
-    def factor(self, kind: LossKind) -> float:
-        """Return what Trainer multiplies a mean by if it gives a number, to whatever it may do with it."""
+    def factor(self, kind: LossKind, name: str) -> float:
+        """Return what Trainer multiplies a mean by if it passes ``num_items_in_batch``: 1, or the number of ranks.
+
+        Raises:
+            ConfigError: If it is no whole number. Then one term is divided by a number of targets that another is a
+                mean over, or is not divided at all, and weights of parts would scale both.
+        """
         if kind.takes_number or not _gives_number(self._trainer):
             return 1.0
         losses, group = [], self._groups[-1]
@@ -354,7 +361,13 @@ class _Trials:
             with WithoutChance():
                 losses.append(without_gradients(partial(self._run, number=number), group)[0])
         ratio = losses[0] / losses[1] if losses[1] else 1.0
-        return float(round(ratio)) if abs(ratio - round(ratio)) < 0.02 * ratio else ratio
+        if abs(ratio - round(ratio)) < 0.02 * ratio:
+            return float(round(ratio))
+        raise ConfigError(
+            f"the loss of {name} is {ratio:.3g} times as large where Trainer passes num_items_in_batch, by which one "
+            "term is divided and another is not; compute all terms without num_items_in_batch, or train without "
+            "adaptive (transformers below 5.16 also counts the first label of each row, which is no target: upgrade it)"
+        )
 
     def module_over_the_batch(self) -> str | None:
         """Name the module through which samples of a batch depend on each other in training, if there is one."""
@@ -529,7 +542,7 @@ def _is_of_two(value: Any) -> bool:
 
 def _adds_means_up(trainer: Any) -> bool:
     """Return True if Trainer does not divide the losses of accumulated batches by their number."""
-    scaled = type(trainer).loss_is_scaled_for_ga  # the trainer has got one from us
+    scaled = declared_as_scaled(trainer)  # of its class: the trainer has got one from us
     return bool(scaled) if scaled is not None else _gives_number(trainer)
 
 

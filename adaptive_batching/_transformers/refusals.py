@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any, NoReturn
 
-import transformers
 from accelerate.data_loader import DataLoaderShard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -13,6 +12,7 @@ from transformers import Trainer
 
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._transformers.handed_out import handing_out_samples
+from adaptive_batching._transformers.older_versions import check_rotary, check_version
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def check_class(trainer_class: type[Trainer], args: Any) -> None:
         trainer_class: The class.
         args: What its trainer is given, as ``TrainingArguments``; None if that is not known yet.
     """
+    check_version()
     names = {class_.__name__ for class_ in trainer_class.__mro__}
     if trainer_class._prepare_inputs is not Trainer._prepare_inputs or names & _GENERATING:
         _refuse_generating(trainer_class.__name__, "")
@@ -55,8 +56,6 @@ def check_trainer(trainer: Any) -> None:
     args = trainer.args
     optimizer = str(getattr(args.optim, "value", args.optim))
     parallel = {"tensor": "get_tp_size", "context": "get_cp_size", "sequence": "get_sp_size"}
-    if not hasattr(Trainer, "loss_is_scaled_for_ga"):
-        raise ConfigError(f"transformers {transformers.__version__} is too old: pip install 'transformers>=5.19'")
     if args.auto_find_batch_size:
         raise ConfigError(
             "auto_find_batch_size=True starts again with fewer samples; set it to False, and micro_batch_size='auto' "
@@ -86,6 +85,7 @@ def check_trainer(trainer: Any) -> None:
     if any(name in optimizer for name in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
     _check_placement(trainer.model)
+    check_rotary(trainer.model)
     check_class(type(trainer), args)
 
 

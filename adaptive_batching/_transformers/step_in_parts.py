@@ -45,6 +45,7 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
+from adaptive_batching._transformers.older_versions import scaling_loss_func
 from adaptive_batching._transformers.row_of_samples import (
     Carried,
     NoRowError,
@@ -590,8 +591,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return self._run_nothing()
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
         share = float(number) / float(total) if total != 0 else 1.0
-        trainer.current_gradient_accumulation_steps = 1 / (share * self.kind.factor)
-        return self._forward_backward(batch, None)
+        weight = share * self.kind.factor
+        trainer.current_gradient_accumulation_steps = 1 / weight
+        with scaling_loss_func(trainer, weight):
+            return self._forward_backward(batch, None)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         optimizer = self._trainer.optimizer  # which is made when training begins

@@ -196,8 +196,8 @@ def test_a_loss_that_balances_experts_over_a_batch_is_refused(tmp_path: Path) ->
 
 
 def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
-    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.19'"):
+    monkeypatch.delattr(transformers.Trainer, "_prepare_for_training")
+    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.3'"):
         make_trainer(tmp_path, THREE)
 
 
