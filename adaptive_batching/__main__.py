@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import webbrowser
@@ -23,6 +24,7 @@ from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
 from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cp, add_ls, command_of_recipe, register
+from adaptive_batching._transformers.run_command import add_run_command
 from adaptive_batching._values import Mistake, install_extra, told
 
 PROG = "adaptive-batching"
@@ -31,7 +33,7 @@ OF_TORCHTUNE = {
     "plan": ("plan.plan_command", "Say whether a torchtune config fits on a GPU, and what would help, without a GPU."),
     "quickstart": ("cli.commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
     "probe": ("cli.commands", "Find the largest batch of a config on this machine, and stop before training."),
-    "run": ("cli.commands", "Run a recipe; accepts everything that 'tune run' does, including torchrun's options."),
+    "run": ("cli.commands", "Run a torchtune recipe, as 'tune run' does, or with run -- COMMAND any Trainer script."),
     "validate": ("cli.commands", "Check a config and its overrides, without loading a model."),
 }
 """Command -> the module of ``_torchtune`` whose ``add_<command>`` adds it, and what the list of commands says."""
@@ -108,6 +110,12 @@ def _with_dashes(arguments: Sequence[str], options: Collection[str]) -> list[str
     return [*own, *arguments[len(own) :]]
 
 
+def _runs_a_command(arguments: Sequence[str]) -> bool:
+    """Return True if ``run`` is to run any command, rather than a recipe, which no ``--`` comes before."""
+    is_said = "--" in arguments or any(argument.partition("=")[0] == "--settings" for argument in arguments)
+    return is_said or importlib.util.find_spec("torchtune") is None
+
+
 def _remedy(rest: Sequence[str], options: Collection[str]) -> str:
     """Say what arguments that are not known were to be: settings of a config, or options with another name."""
     if meant := as_overrides(rest):
@@ -139,7 +147,8 @@ def _run() -> None:
         arguments[arguments.index(named)] = named = named.replace("_", "-")
     elif named is not None:
         parser.error(f"there is no command {named!r}{_near(named, COMMANDS)}")
-    for name, add in COMMANDS.items():
+    commands = {**COMMANDS, "run": add_run_command} if named == "run" and _runs_a_command(arguments) else COMMANDS
+    for name, add in commands.items():
         if name in OF_TORCHTUNE and name != named:
             subparsers.add_parser(name, help=OF_TORCHTUNE[name][1])
         else:

@@ -11,6 +11,7 @@ if _importlib_util.find_spec("transformers") is None:
     raise ImportError(f"transformers is not installed; {_install_extra('transformers')}")
 
 from adaptive_batching._transformers.arguments import AdaptiveArguments
-from adaptive_batching._transformers.trainer import adaptive
+from adaptive_batching._transformers.callback import AdaptiveCallback
+from adaptive_batching._transformers.trainer import adaptive, adopt
 
-__all__ = ["AdaptiveArguments", "adaptive"]
+__all__ = ["AdaptiveArguments", "AdaptiveCallback", "adaptive", "adopt"]

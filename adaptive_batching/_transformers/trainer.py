@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,9 @@ from adaptive_batching._transformers.recording import Recording
 from adaptive_batching._transformers.refusals import check_class, rebalances
 from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import without_ddp
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
+
+log = logging.getLogger(__name__)
 
 _MADE: dict[type[Trainer], type[Trainer]] = {}
 
@@ -66,11 +69,70 @@ def _make(trainer_class: type[Trainer]) -> type[Trainer]:
     return cast("type[Trainer]", type(trainer_class.__name__, (AdaptiveTraining, trainer_class), members))
 
 
+def adopt(
+    trainer: _OfTrainer,
+    settings: AdaptiveArguments | Mapping[str, Any] | str = "auto",
+    *,
+    only_if_possible: bool = False,
+) -> _OfTrainer:
+    """Make a trainer adaptive that is there already, and return it.
+
+    It then trains as one of ``adaptive(type(trainer))`` would, and ``trainer.adaptive`` is what it has found. Its class
+    becomes a subclass of its own; nothing else about it changes. Without settings of size or growth it stays as it is.
+
+    Args:
+        trainer: Before it trains.
+        settings: ``"auto"``, a mapping of settings, or ``AdaptiveArguments``.
+        only_if_possible: True to have a trainer that cannot train this way train as it would without, with one line in
+            the log that says why. What shows in a step, rather than before, still ends training.
+
+    Raises:
+        TypeError: If it is no ``Trainer``.
+        ConfigError: On wrong settings, a trainer that is adaptive already, and, unless ``only_if_possible``, one that
+            cannot be trained this way.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"adopt takes a transformers.Trainer, and got {trainer!r}")
+    if getattr(trainer, "adaptive", None) is not None:
+        raise ConfigError(f"this {type(trainer).__name__} is adaptive already; give it settings once")
+    if trainer.is_in_train:
+        raise ConfigError("adopt changes how training begins; call it before trainer.train()")
+    arguments = AdaptiveArguments.of(settings)
+    of_run = arguments.settings(trainer.args.per_device_train_batch_size)
+    if not of_run.enabled:
+        return trainer
+    try:
+        with in_trainers_words():
+            run = AdaptiveRun(trainer, of_run, fields_set(arguments))
+    except AdaptiveBatchingError as error:
+        if not only_if_possible:
+            raise
+        log.warning("%s trains without adaptive batching: %s", type(trainer).__name__, first_line(error))
+        return trainer
+    trainer.__class__ = adaptive(type(trainer))
+    trainer.adaptive, trainer._only_if_possible = run, only_if_possible
+    trainer._following, trainer._recording = FollowingCallback(run), Recording(run, trainer)
+    # Ours come first, so that others find the right epoch. A new list, as a callback that adopts is called from the old.
+    handler = trainer.callback_handler
+    handler.callbacks = [trainer._following, *handler.callbacks, trainer._recording]
+    return trainer
+
+
+def _release(trainer: Any) -> None:
+    """Have a trainer train as it did before it was adopted."""
+    for callback in (trainer._following, trainer._recording):
+        trainer.remove_callback(callback)
+    trainer.__dict__.pop("loss_is_scaled_for_ga", None)
+    trainer.adaptive = None
+
+
 class AdaptiveTraining:
     """Mixed into a trainer class, before it."""
 
     adaptive: AdaptiveRun | None = None
     """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
+
+    _only_if_possible = False  # True to train as stock where an error would be raised before the first step
 
     # Set by Trainer
     args: Any
@@ -102,16 +164,8 @@ class AdaptiveTraining:
             given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
             check_class(cast("type[Trainer]", type(self)), next(given, None))
         super().__init__(*args, **kwargs)
-        if arguments is None:
-            return
-        settings = arguments.settings(self.args.per_device_train_batch_size)
-        if settings.enabled:
-            with in_trainers_words():
-                self.adaptive = AdaptiveRun(self, settings, fields_set(arguments))
-            self._following = FollowingCallback(self.adaptive)
-            self._recording = Recording(self.adaptive, self)
-            self.callback_handler.callbacks.insert(0, self._following)  # so that others find the right epoch
-            self.add_callback(self._recording)  # type: ignore[attr-defined]
+        if arguments is not None and self.adaptive is None:  # a callback may have adopted it by now
+            adopt(self, arguments)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = super().train  # type: ignore[misc]
@@ -126,8 +180,25 @@ class AdaptiveTraining:
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
             self.adaptive.resume_from(Path(last))
+        if self._only_if_possible and (why := self._why_not()) is not None:
+            log.warning("%s trains without adaptive batching: %s", type(self).__name__, why)
+            _release(self)
+            return stock(resume_from_checkpoint, *args, **kwargs)
         with self._recording.of_training(resumed=bool(last)), in_trainers_words():
             return stock(resume_from_checkpoint, *args, **kwargs)
+
+    def _why_not(self) -> str | None:
+        """Say why training cannot be adaptive; None if it can, as far as is seen before the first step."""
+        assert self.adaptive is not None
+        if self.is_fsdp_enabled:  # which would stay sharded
+            return None
+        try:
+            self.adaptive.find()
+        except AdaptiveBatchingError as error:
+            return first_line(error)
+        finally:
+            self.adaptive.begins = True
+        return None
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """Find what there is to find before training, and lay out the run for the sizes of its epochs.
