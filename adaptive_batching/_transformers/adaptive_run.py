@@ -21,6 +21,7 @@ from adaptive_batching._device import RandomState
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import AskedOnce, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
+from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, memory_budget
@@ -36,9 +37,9 @@ from adaptive_batching._transformers.before_training import begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
-from adaptive_batching._transformers.handed_out import PairLength
+from adaptive_batching._transformers.handed_out import PairLength, alone
 from adaptive_batching._transformers.loss_kind import LossKind, add_up_together, find_loss_kind
-from adaptive_batching._transformers.refusals import check_data, check_trainer, rebalances
+from adaptive_batching._transformers.refusals import check_batch_samples, check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._transformers.trainer_probe import probe
@@ -328,6 +329,8 @@ class AdaptiveRun:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
             random_state = RandomState(trainer.args.device)  # from which a collate function may draw
+            with alone(trainer):
+                check_batch_samples(trainer, [collated([sample], trainer.data_collator) for sample in data.some[:2]])
             kind, module, samples = self._find_loss_kind(data, splits=splits)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             if (joins := samples is data.some) and (of_batch := self._not_to_join(data, kind)):

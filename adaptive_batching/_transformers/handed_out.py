@@ -76,7 +76,7 @@ def length_function(
     ``at_most`` is the length that a collate function cuts pairs of answers to. With ``targets``, which a decoder reads,
     labels are tokens, too, unless a sample has one label. Choices count as they are padded, to the longest of a sample.
     """
-    if not isinstance(sample, Mapping) or _IMAGES & sample.keys():
+    if not isinstance(sample, Mapping) or any(sample[key] is not None for key in _IMAGES & sample.keys()):
         return None
     with_targets = [(("input_ids", "labels"), ())] if targets and has_tokens(sample.get("labels")) else []
     for together, longest in [*with_targets, *_LENGTHS]:

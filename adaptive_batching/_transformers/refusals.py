@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any, NoReturn
 
@@ -23,6 +24,17 @@ _GENERATING = {
     "RLOOTrainer", "XPOTrainer",
 }  # fmt: skip
 _OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
+_LOOP = {
+    "_run_epoch": {"get_batch_samples", "training_step"},
+    "_inner_training_loop": {
+        "set_initial_training_values",
+        "_prepare_for_training",
+        "_init_training_state",
+        "_run_epoch",
+    },
+}
+"""Methods of ``Trainer`` that run a step, and what they call that we put ours in place of."""
+
 _WORKS = "train on one device, or on several with DDP (torchrun) or FSDP2 (fsdp=True)"
 
 
@@ -37,18 +49,61 @@ def check_class(trainer_class: type[Trainer], args: Any) -> None:
     """
     check_version()
     names = {class_.__name__ for class_ in trainer_class.__mro__}
-    if trainer_class._prepare_inputs is not Trainer._prepare_inputs or names & _GENERATING:
+    if names & _GENERATING or not _calls(trainer_class, "_prepare_inputs", {"_prepare_inputs"}):
         _refuse_generating(trainer_class.__name__, "")
     if args is not None:
         _check_loss(trainer_class.__name__, names, args)
-    for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
-        packages = [class_.__module__.partition(".")[0] for class_ in trainer_class.__mro__ if method in vars(class_)]
-        packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
-        if not {"transformers", "adaptive_batching"}.issuperset(packages):
+    for method, called in _LOOP.items():
+        if not _calls(trainer_class, method, called):
             raise ConfigError(
-                f"{trainer_class.__name__} has a {method} of its own, and steps in parts need that of Trainer; what a "
-                f"loss is divided by can be set in compute_loss or compute_loss_func"
+                f"{trainer_class.__name__} has a {method} of its own, which does not call {', '.join(sorted(called))}, "
+                f"by which steps are run in parts; call super().{method}(...), or train without adaptive"
             )
+
+
+def _calls(trainer_class: type[Trainer], method: str, called: set[str]) -> bool:
+    """Return True if each function that stands in for a method of ``Trainer`` passes the call on, or does as it does.
+
+    That is to name what it overrides, or all that is ``called`` in ``Trainer`` itself, where some libraries put a
+    function of theirs.
+    """
+    for class_ in trainer_class.__mro__:
+        function = inspect.unwrap(vars(class_).get(method, _nothing))
+        known = function is _nothing or class_.__module__.partition(".")[0] == "adaptive_batching"
+        if known or function.__module__.partition(".")[0] == "transformers":
+            continue
+        names = set(getattr(getattr(function, "__code__", None), "co_names", ()))
+        if method not in names and not called <= names:
+            return False
+    return True
+
+
+def _nothing() -> None: ...
+
+
+def check_batch_samples(trainer: Any, batches: list[Any]) -> None:
+    """Raise ConfigError if a trainer's own ``get_batch_samples`` gives other batches, or another number of targets.
+
+    Ours takes its place, so it may only do what that does.
+
+    Args:
+        trainer: Before training.
+        batches: Some, as the collate function makes them.
+    """
+    owners = [class_ for class_ in type(trainer).__mro__ if "get_batch_samples" in vars(class_)]
+    owner = next(class_ for class_ in owners if class_.__module__.partition(".")[0] != "adaptive_batching")
+    function, device = vars(owner)["get_batch_samples"], trainer.args.device
+    if function.__module__.partition(".")[0] == "transformers":
+        return
+    expected = trainer._get_num_items_in_batch(batches, device)
+    given, number = function(trainer, iter(batches), len(batches), device)
+    same = [*map(id, given)] == [*map(id, batches)] and (number is None) == (expected is None)
+    if not same or (expected is not None and float(number) != float(expected)):
+        raise ConfigError(
+            f"{type(trainer).__name__} has a get_batch_samples of its own, which gives other batches or another number "
+            f"({number}) than that of Trainer ({expected}), and steps in parts need that of Trainer; what a loss is "
+            "divided by can be set in compute_loss or compute_loss_func"
+        )
 
 
 def check_trainer(trainer: Any) -> None:

@@ -56,7 +56,6 @@ class CountsBatches(transformers.Trainer):  # type: ignore[misc, name-defined]
         ({"data": Sized()}, "train_dataset is a Sized, which has a length and no items; give a map-style data set"),
         ({"data": WithoutItems()}, "train_dataset is a WithoutItems, which has a length and no items"),
         ({"data": Empty()}, "train_dataset is a Empty, which has no samples"),
-        ({"kind": CountsBatches}, "CountsBatches has a get_batch_samples of its own, .*compute_loss_func"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True starts again with fewer samples; set it to False"),
         (
             {"train_sampling_strategy": "batch_rebalance"},
@@ -100,6 +99,37 @@ def test_a_model_that_is_parallel_by_its_own_means_is_refused(tmp_path: Path, mo
     monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", lambda *given: None)
     with pytest.raises(ConfigError, match="layers of the model on cpu and meta, of which"):
         make_trainer(tmp_path, THREE, model=model)
+
+
+class PassesOn(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Has methods of its own that do what those of ``Trainer`` do, as trainers of some frameworks."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches = [next(epoch_iterator) for _ in range(num_batches)]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._inner_training_loop(*args, **kwargs)
+
+
+class OwnLoop(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+def test_methods_that_do_as_trainers_do_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    made = [trainers.trained(tmp_path, each, kind=PassesOn, max_steps=2) for each in (THREE, None)]
+    trainers.assert_alike(*made)
+
+
+def test_methods_that_do_something_else_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="OwnLoop has a _inner_training_loop of its own, which does not call"):
+        make_trainer(tmp_path, THREE, kind=OwnLoop)
+    with pytest.raises(ConfigError, match=r"CountsBatches has a get_batch_samples of its own, .*compute_loss_func"):
+        trainers.trained(tmp_path, THREE, kind=CountsBatches)
 
 
 class Loads(transformers.Trainer):  # type: ignore[misc, name-defined]
