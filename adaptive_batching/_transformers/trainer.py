@@ -112,7 +112,7 @@ def adopt(
     trainer.__class__ = adaptive(type(trainer))
     trainer.adaptive, trainer._only_if_possible = run, only_if_possible
     trainer._following, trainer._recording = FollowingCallback(run), Recording(run, trainer)
-    # Ours come first, so that others find the right epoch. A new list, as a callback that adopts is called from the old.
+    # Ours comes first, so that others find the right epoch. A new list: a callback that adopts is called from the old.
     handler = trainer.callback_handler
     handler.callbacks = [trainer._following, *handler.callbacks, trainer._recording]
     return trainer
