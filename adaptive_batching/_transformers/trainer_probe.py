@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -161,4 +161,4 @@ def without_ddp(trainer: Any, model: nn.Module) -> nn.Module:
         return model.module  # type: ignore[no-any-return]
     if not isinstance(wrapped, DistributedDataParallel):
         return model
-    return torch.compile(wrapped.module, **trainer.accelerator.state.dynamo_plugin.to_kwargs())  # type: ignore[no-any-return]
+    return cast(nn.Module, torch.compile(wrapped.module, **trainer.accelerator.state.dynamo_plugin.to_kwargs()))
