@@ -24,8 +24,13 @@ _OUT_OF_MEMORY_MESSAGES = (
 _NO_THREAD_MESSAGE = os.strerror(errno.EAGAIN)
 # What oneDNN raises when memory is short. For an unsupported primitive it mentions a primitive descriptor instead.
 _ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
-# Creating a cuBLAS handle fails like this when memory is short, but also for other reasons, such as a broken driver.
-_NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
+# What fails like this when memory is short, but also for other reasons, such as a broken driver: creating a cuBLAS
+# handle, and a convolution, for which cuDNN finds no engine whose workspace there is room for.
+_PERHAPS_MESSAGES = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "HIPBLAS_STATUS_NOT_INITIALIZED",
+    "unable to find an engine to execute this computation",
+)
 _LITTLE_MEMORY = 256 * 2**20  # where less is free, it is taken to lack memory: with its workspace it takes tens of MiB
 
 
@@ -40,13 +45,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     of_a_collective = (dist.is_available() and isinstance(error, dist.DistError)) or "CCL" in message  # NCCL, RCCL, ...
     if not isinstance(error, RuntimeError) or of_a_collective:
         return False
-    if any(name in message for name in _NOT_INITIALIZED_MESSAGES):
+    if any(name in message for name in _PERHAPS_MESSAGES):
         try:
-            return bool(torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY)
+            return _free_bytes() < _LITTLE_MEMORY
         except (RuntimeError, AssertionError):  # no device, or one that cannot be queried in its current state
             return False
     is_known = message == _NO_THREAD_MESSAGE or _ONEDNN_MESSAGE.search(message) is not None
     return is_known or any(name in message for name in _OUT_OF_MEMORY_MESSAGES)
+
+
+def _free_bytes() -> int:
+    """Return the bytes of the current device that this process can still have, within a limit that it may have set."""
+    free, total = torch.cuda.mem_get_info()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        limit = torch.cuda.get_per_process_memory_fraction() * total
+        free = min(free, int(limit) - torch.cuda.memory_allocated())
+    return free
 
 
 def forget_frames(error: BaseException) -> None:

@@ -80,9 +80,15 @@ def test_out_of_memory_errors_of_every_backend_are_known_and_others_are_not_take
     assert is_out_of_memory(error) is expected
 
 
+NO_ENGINE = "FIND was unable to find an engine to execute this computation"
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", NO_ENGINE]
+)
 @pytest.mark.parametrize(("free", "expected"), [(20 * MIB, True), (2**33, False), (None, False)])
 def test_a_library_that_cannot_start_lacks_memory_where_there_is_a_device_and_little_is_free(
-    free: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+    free: int | None, expected: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mem_get_info() -> tuple[int, int]:
         if free is None:
@@ -90,8 +96,20 @@ def test_a_library_that_cannot_start_lacks_memory_where_there_is_a_device_and_li
         return free, 80 * 2**30
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    assert is_out_of_memory(error) == expected
+    assert is_out_of_memory(RuntimeError(message)) == expected
+
+
+def test_a_convolution_without_an_engine_lacks_memory_where_a_limit_on_the_process_leaves_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_device: dict[str, object] = {
+        "mem_get_info": (2**36, 2**36), "is_initialized": True, "get_per_process_memory_fraction": 0.25,
+    }  # fmt: skip
+    for name, value in of_device.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for allocated, expected in ((2**34 - MIB, True), (2**33, False)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda allocated=allocated: allocated)
+        assert is_out_of_memory(RuntimeError(NO_ENGINE)) == expected
 
 
 def test_a_kept_error_holds_no_tensors_once_its_frames_are_forgotten() -> None:

@@ -64,6 +64,8 @@ class Known:
     checkpoint: str = ""
     devices: int | None = None  # of the run that is resumed
     longest_pair: tuple[int, int] | None = None  # of its data
+    cut_short: tuple[int, int, list[int]] | None = None
+    """Of a resumed run that has ended epochs early: epochs that are over, steps of the next, and the steps of each."""
 
 
 class AdaptiveRun:
@@ -204,22 +206,33 @@ class AdaptiveRun:
         """Take what the run that is resumed has found, rather than to look for it again."""
         path = checkpoint / FILE
 
-        def read() -> tuple[StoredProbe | None, int, list[int], tuple[int, int] | None]:
+        def read() -> tuple[Known, list[int]]:
             values = json.loads(path.read_text())
-            stored = None if values["found"] is None else StoredProbe.from_dict(values["found"])
-            pair = values.get("longest_pair")
-            longest_pair = None if pair is None else (int(pair[0]), int(pair[1]))
-            return stored, int(values["devices"]), values.get("sizes", []), longest_pair
+            known = Known(
+                None if values["found"] is None else StoredProbe.from_dict(values["found"]),
+                stays=True, goes_on=True, checkpoint=str(checkpoint), devices=int(values["devices"]),
+                longest_pair=_tuple_of(values.get("longest_pair"), 2), cut_short=_tuple_of(values.get("cut_short"), 3),
+            )  # fmt: skip
+            return known, values.get("sizes", [])
 
+        unread = Known(stays=True, goes_on=True, checkpoint=str(checkpoint))
         read_back = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
-        stored, devices, sizes, pair = read_back or (None, None, [], None)
+        self._known, sizes = read_back or (unread, [])
         self._asked.note(sizes)
-        self._known = Known(
-            stored, stays=True, goes_on=True, checkpoint=str(checkpoint), devices=devices, longest_pair=pair
-        )
 
-    def check_place(self, step: int, epoch: float) -> None:
-        """Raise ConfigError unless ``epoch`` epochs are over after ``step`` steps in this run, too."""
+    def place_of(self, step: int, epoch: float) -> tuple[int, int]:
+        """Return how many epochs are over after ``step`` steps of the run that is resumed, and steps of the next.
+
+        Raises:
+            ConfigError: Unless ``epoch`` epochs are over then in this run, too.
+        """
+        assert self.schedule is not None
+        if self._known.cut_short is not None and self._known.cut_short[2] == [*self.schedule.steps]:
+            return self._known.cut_short[:2]
+        self._check_place(step, epoch)
+        return self.schedule.place_of(step)
+
+    def _check_place(self, step: int, epoch: float) -> None:
         assert self.schedule is not None
         epochs, devices = self.schedule.epochs_after(step), self._trainer.args.world_size
         resumed = f"resume_from_checkpoint={self._known.checkpoint!r}"
@@ -239,16 +252,24 @@ class AdaptiveRun:
             f"per_device_train_batch_size and settings that it began with"
         )
 
-    def save(self, checkpoint: Path) -> None:
+    def save(self, checkpoint: Path, epochs: int, steps: int) -> None:
+        """Store what a resumed run goes on with, after so many epochs, and steps of the next."""
         assert self.schedule is not None
         stored = None if self._known.stored is None else self._known.stored.to_dict()
-        epoch, steps = self.schedule.place_of(self._trainer.state.global_step)
-        begun = self.schedule.decisions[: epoch + (steps > 0)]
-        sizes = [each.previous for each in begun[:1]] + [each.batch_size for each in begun]
-        pair = self.data.longest_pair if self.data is not None and isinstance(self.data.length, PairLength) else None
-        devices = self._trainer.args.world_size
-        kept = {"devices": devices, "found": stored, "sizes": sizes, "longest_pair": pair}
-        (checkpoint / FILE).write_text(json.dumps(kept))
+        planned = self.schedule.place_of(self._trainer.state.global_step)
+        epochs, steps = (epochs, steps) if epochs >= 0 else planned
+        begun = self.schedule.decisions[: epochs + (steps > 0)]
+        values = {
+            "devices": self._trainer.args.world_size,
+            "found": stored,
+            "sizes": [each.previous for each in begun[:1]] + [each.batch_size for each in begun],
+            "longest_pair": None,
+        }
+        if self.data is not None and isinstance(self.data.length, PairLength):
+            values["longest_pair"] = self.data.longest_pair
+        if (epochs, steps) != planned:  # a callback has ended an epoch early
+            values["cut_short"] = epochs, steps, [*self.schedule.steps]
+        (checkpoint / FILE).write_text(json.dumps(values))
 
     def prepare(self, loader: Any) -> None:
         """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
@@ -456,18 +477,27 @@ class AdaptiveRun:
         return [weakref.ref(trainer.model), id(trainer.train_dataset), trainer.args.to_dict(), self.settings]
 
 
+def _tuple_of(values: Any, length: int) -> Any:
+    """Return a list that was read as a tuple, None as None; a ValueError if it has another length."""
+    if values is not None and len(values) != length:
+        raise ValueError(f"{values} has {len(values)} entries instead of {length}")
+    return None if values is None else tuple(values)
+
+
 class FollowingCallback(TrainerCallback):
     """Gives each epoch its batch size, and tells how much of it is over."""
 
     def __init__(self, run: AdaptiveRun) -> None:
         self._run = run
         self._epoch = self._steps = 0
+        self._is_over = False  # the epoch
 
     def start_at(self, epoch: int, steps: int) -> None:
         self._epoch, self._steps = epoch - 1, steps
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._epoch += 1
+        self._is_over = False
         self._run.start_epoch(self._epoch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -477,11 +507,14 @@ class FollowingCallback(TrainerCallback):
         state.epoch = self._epoch + self._run.schedule.part_of(self._epoch, self._steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps = 0
+        self._steps, self._is_over = 0, True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and checkpoint.is_dir():
-            self._run.save(checkpoint)
+            assert self._run.schedule is not None
+            is_over = self._is_over or control.should_epoch_stop
+            is_over = is_over or self._steps >= self._run.schedule.steps[self._epoch]
+            self._run.save(checkpoint, self._epoch + is_over, 0 if is_over else self._steps)
 
     on_push_begin = on_save  # an upload of the checkpoint begins before it is told that one was saved

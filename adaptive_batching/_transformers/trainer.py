@@ -223,9 +223,7 @@ class AdaptiveTraining:
         epochs_and_steps = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         if self.adaptive is None or self.adaptive.schedule is None:
             return cast("tuple[int, int]", epochs_and_steps)
-        schedule, step = self.adaptive.schedule, self.state.global_step
-        self.adaptive.check_place(step, self.state.epoch)
-        epoch, steps = schedule.place_of(step)
+        epoch, steps = self.adaptive.place_of(self.state.global_step, self.state.epoch)
         self._following.start_at(epoch, steps)
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import site
 import subprocess
 import sys
 import zipfile
@@ -71,6 +72,38 @@ def test_the_command_line_lists_recipes_and_configs(capsys: pytest.CaptureFixtur
     assert "quickstart/full_single_device" in listed
     assert in_this_process("ls", "--recipe", "lora_dpo_distributed", "--adaptive", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"lora_dpo_distributed": []}
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_ranks_find_the_standard_library_first(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not what lies beside this package, or in the working directory, which recipes search last."""
+    paths: list[str] = []
+    monkeypatch.setattr(commands.Run, "_run_cmd", lambda self, args: paths.append(os.environ.get("PYTHONPATH", "")))
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(ROOT)] if is_installed else [])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    of_ranks = ("run", "--nproc_per_node", "2", "full_finetune_distributed", "--config", "llama3_2/1B_full")
+    assert in_this_process(*of_ranks) == 0
+    assert paths == ["" if is_installed else str(ROOT)]
+
+
+def test_a_recipe_searches_the_working_directory_last(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('not the standard library')")
+    (tmp_path / "mine.py").write_text("")
+    program = (
+        "import sys; from adaptive_batching.torchtune import entry_point, recipe; sys.argv = ['recipe.py'];"
+        "recipe = recipe('full_finetune_distributed')\n"
+        "try: entry_point(recipe)()\nexcept SystemExit: pass\nimport mine, random, secrets; print(mine.__file__)"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "elsewhere/program.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert str(tmp_path / "mine.py") in done.stdout, done.stderr
 
 
 def test_a_config_is_copied_as_it_is_written_where_it_is_told(tmp_path: Path) -> None:

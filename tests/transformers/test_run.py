@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError
 from adaptive_batching._step import forward_timer
@@ -209,6 +210,26 @@ def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_
         assert_same(resumed, whole, losses)
     with pytest.raises(ConfigError, match="resume with the data, the devices, per_device_train"):
         growing(tmp_path / "other", per_device_train_batch_size=9).train(str(tmp_path / "whole" / "checkpoint-5"))
+
+
+class EndsAnEpochEarly(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step == 3
+
+
+@pytest.mark.parametrize("step", [3, 4, 8])
+def test_a_run_goes_on_where_it_was_left_after_a_callback_has_ended_an_epoch(step: int, tmp_path: Path) -> None:
+    """In the last step of that epoch, within the next, and at the end of that."""
+    ours = AdaptiveArguments(micro_batch_size=4)
+    settings: dict[str, Any] = dict(num_train_epochs=3, save_strategy="steps", save_steps=step)
+    whole = trained(tmp_path / "whole", ours, callbacks=[EndsAnEpochEarly()], **settings)
+    resumed = make_trainer(tmp_path / "resumed", ours, callbacks=[EndsAnEpochEarly()], num_train_epochs=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert resumed.state.global_step == 13
+    assert_same(resumed, whole, told=losses)
+    other = make_trainer(tmp_path / "other", ours, per_device_train_batch_size=4, num_train_epochs=3)
+    with pytest.raises(ConfigError, match="epochs were over after step"):
+        other.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
 
 
 def test_the_learning_rate_follows_the_batch(tmp_path: Path) -> None:

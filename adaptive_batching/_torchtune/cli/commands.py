@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import re
+import site
 import runpy
 import shlex
 import shutil
@@ -100,6 +101,19 @@ def _add_launch(command: type[_Run], subparsers: Any, prog: str, name: str, text
     _say(parser, prog)
 
 
+def _find_this_package_in_ranks() -> None:
+    """Put this package on the path of processes that torchrun starts, unless it is installed.
+
+    What stands in PYTHONPATH comes before the standard library: a folder of packages, or the working directory, would
+    hide modules of it by files that have their names. The recipe adds the working directory, behind all else.
+    """
+    folder = Path(adaptive_batching.__file__).resolve().parents[1]
+    installed = [Path(each).resolve() for each in (*site.getsitepackages(), site.getusersitepackages())]
+    if folder not in installed:
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 class _Run(Run):
     """Looks at what is named before; torchtune would end in a traceback."""
 
@@ -114,9 +128,7 @@ class _Run(Run):
             self._parser.error("--config <name or path> is missing after the recipe")
         config = args.recipe_args[args.recipe_args.index("--config") + 1]
         _read(find_config(config, self._parser), [], self._parser)
-        # Processes that torchrun starts find this package, and modules in the working directory, on the path.
-        paths = [str(Path(adaptive_batching.__file__).parents[1]), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        _find_this_package_in_ranks()
         if not re.fullmatch("auto|gpu|cpu|xpu|[1-9][0-9]*", str(args.nproc_per_node)):
             self._parser.error(
                 f"--nproc_per_node {args.nproc_per_node} must be a number of processes, at least 1, or auto"

@@ -159,12 +159,16 @@ def _prepared(unfinished: Path, *, moves_state: bool) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until ``path``, a file or a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until ``path``, a file or a folder, is on the disk; some filesystems take no folder, which ends nothing."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _states_of_steps(output_dir: Path) -> list[Path]:
