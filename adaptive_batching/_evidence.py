@@ -197,8 +197,8 @@ class GradientSketch:
             if parameter.requires_grad:
                 # No gradient counts as zeros: what no sample of a part has used may be used by others.
                 share = 0 if parameter.grad is None else 1
-                if share and parameter.grad.layout == torch.sparse_coo:  # of an embedding's rows that were looked up
-                    gradient = parameter.grad.coalesce()
+                if (gradient := parameter.grad) is not None and gradient.layout == torch.sparse_coo:  # of an embedding
+                    gradient = gradient.coalesce()
                     self._firsts.append(_first_rows(gradient).to("cpu", torch.float32))
                     self._norms.append(float(gradient.values().float().norm()))
                     continue

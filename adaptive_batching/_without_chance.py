@@ -146,13 +146,15 @@ def _standard(like: torch.Tensor) -> torch.Tensor:
 
 
 def _exponential(drawn: torch.Tensor, rate: Any = 1.0) -> torch.Tensor:
-    return -torch.log1p(-_even(drawn)) / rate
+    numbers: torch.Tensor = -torch.log1p(-_even(drawn)) / rate
+    return numbers
 
 
 def _gamma(shape: torch.Tensor) -> torch.Tensor:
     """Return numbers about as those of a gamma distribution, by the approximation of Wilson and Hilferty."""
     root = 1 - 1 / (9 * shape) + _standard(shape) / (3 * shape.sqrt())
-    return shape * root.clamp(min=1e-2) ** 3
+    numbers: torch.Tensor = shape * root.clamp(min=1e-2) ** 3
+    return numbers
 
 
 def _drawn_places(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:

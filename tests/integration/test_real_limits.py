@@ -26,6 +26,10 @@ TRAIN = [
     "dataset.split=train", "tokenizer.max_seq_len=500", "batch_size=16", "epochs=1", "lr_scheduler.num_warmup_steps=1",
     "optimizer._component_=torch.optim.SGD",
 ]  # fmt: skip
+PACKED = [
+    "dataset.packed=True", "dataset.split=train[:400]", "tokenizer.max_seq_len=256", "batch_size=8", "epochs=1",
+    "max_steps_per_epoch=2", "lr_scheduler.num_warmup_steps=1", "optimizer._component_=torch.optim.SGD",
+]  # fmt: skip
 RUNS = {
     "full": [*PROBE, "tokenizer.max_seq_len=128"],
     "lora, packed": [
@@ -36,6 +40,8 @@ RUNS = {
     ],
     "free": [*TRAIN, "extra_mib=0"],
     "limited": [*TRAIN, "extra_mib=110"],
+    "packs, free": [*PACKED, "extra_mib=0"],
+    "packs, limited": [*PACKED, "extra_mib=20"],
 }
 
 
@@ -94,3 +100,13 @@ def test_a_long_sample_does_not_end_the_run_and_every_sample_counts_once(folder:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     for key, weights in free.weights(0).items():
         torch.testing.assert_close(limited.weights(0)[key], weights, rtol=1e-3, atol=1e-5)
+
+
+def test_packs_of_one_length_of_which_few_fit_train_as_without_a_limit(folder: Path) -> None:
+    free, limited = Run(folder / "packs, free"), Run(folder / "packs, limited")
+    printed = (folder / "packs, limited.txt").read_text()
+    assert "out of memory with 8 samples" in printed and "out of memory with 4 samples" in printed, printed[-4000:]
+    assert [each["loss"] for each in limited.metrics] == pytest.approx(
+        [each["loss"] for each in free.metrics], rel=1e-5
+    )
+    assert len(limited.metrics) == 2

@@ -6,10 +6,10 @@ import argparse
 import logging
 import os
 import re
-import site
 import runpy
 import shlex
 import shutil
+import site
 import sys
 from pathlib import Path
 from typing import Any

@@ -80,8 +80,8 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
 
     def main() -> Any:
         begun = []
-        if os.getcwd() not in sys.path:  # where a config's own modules are, also of a process that torchrun has started
-            sys.path.append(os.getcwd())
+        if (here := str(Path.cwd())) not in sys.path:  # where a config's own modules are, also of torchrun's processes
+            sys.path.append(here)
         flags = {argument for argument in sys.argv[1:] if argument in (QUIET, VERBOSE, ONLY_PROBES)}
         sys.argv = [argument for argument in sys.argv if argument not in flags]
 
