@@ -307,7 +307,7 @@ class Snapshot:
             self._look_into_function(value)
         elif isinstance(value, types.MethodType):
             self._look_at(value.__self__, None)
-            self._look_into_function(value.__func__)
+            self._look_at_or_into(value.__func__)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._look_at_or_into(part)

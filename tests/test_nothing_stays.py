@@ -238,6 +238,7 @@ class Owner:
 
     class Hidden:
         __slots__ = ("total",)
+        total: torch.Tensor
 
     def __init__(self) -> None:
         self.scale, self.weight, self.hidden = nn.Parameter(torch.ones(())), torch.ones(()), self.Hidden()
@@ -391,8 +392,8 @@ class ReadAhead:
         self.drawn, self.seen, self.kind = 0, list[int](), kind
         self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
         if kind == "another object":  # which has no thread itself
-            self.loss: Any = types.MethodType(ReadAhead.method, types.SimpleNamespace(source=self, calls=0))
-            self.loss.__self__.note = self.note
+            holder: Any = types.SimpleNamespace(source=self, note=self.note)
+            self.loss: Any = types.MethodType(ReadAhead.method, holder)
         else:
             self.loss = self.method
         self.thread = threading.Thread(target=self.fill, daemon=True)

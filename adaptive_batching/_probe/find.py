@@ -274,7 +274,7 @@ def find_maximum_batch_size(
     def bind(model: nn.Module, optimizers: Sequence[Optimizer], loss: Any) -> Run:
         def run(batch: Any) -> None:
             if (value := loss(model, batch)) is not None:
-                value.backward()  # type: ignore[no-untyped-call]
+                value.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

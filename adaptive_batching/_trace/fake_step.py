@@ -34,7 +34,7 @@ from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
-class TraceMode(FakeTensorMode):
+class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes fake tensors that are known for those of a trace."""
 
 

@@ -80,7 +80,9 @@ def test_ranks_find_the_standard_library_first(
 ) -> None:
     """Not what lies beside this package, or in the working directory, which recipes search last."""
     paths: list[str] = []
-    monkeypatch.setattr(commands.Run, "_run_cmd", lambda self, args: paths.append(os.environ.get("PYTHONPATH", "")))
+    monkeypatch.setattr(
+        "torchtune._cli.run.Run._run_cmd", lambda self, args: paths.append(os.environ.get("PYTHONPATH", ""))
+    )
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(ROOT)] if is_installed else [])
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -144,6 +144,8 @@ def test_no_fake_tensor_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -
 class Telling(transformers.Trainer):
     """Logs what its loss computes, in each of the ways that there are."""
 
+    control: Any
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.log({"seen": 1.0})
