@@ -13,8 +13,8 @@ from tests.conftest import ROOT
 from tests.support import house
 
 PACKAGE = ROOT / "adaptive_batching"
-OUTER = {"torchtune.py", "_torchtune", "__main__.py", "transformers.py", "_transformers"}
-SITE = "sitecustomize.py"  # imported by every Python process on the emulated device
+OUTER = {"torchtune.py", "_torchtune", "__main__.py", "transformers.py", "_transformers", "axolotl.py", "swift.py"}
+SITE = "sitecustomize.py"  # imported by every Python process of a command that we start, on the emulated device for one
 MODULES = sorted(PACKAGE.glob("**/*.py"))
 CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.relative_to(PACKAGE).parts)]
 TRAIN = "adaptive_batching._torchtune.train."

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batching._device import RandomState
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -65,7 +64,7 @@ def num_left_behind() -> int:
     if (module := sys.modules.get("adaptive_batching._trace.fake_step")) is None:
         return 0
     gc.collect()
-    fake = [value for value in gc.get_objects() if type(value) is FakeTensor]
+    fake = [value for value in gc.get_objects() if type(value) is module.FakeTensor]
     return sum(type(value.fake_mode) is module.TraceMode for value in fake)
 
 

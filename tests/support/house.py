@@ -92,7 +92,8 @@ def cycle_of(graph: dict[str, set[str]]) -> list[str]:
 
 
 def twin_names() -> list[str]:
-    times = Counter(path.name for path in trees() if not path.name.startswith("__"))
+    by_python = ("__", "sitecustomize.")  # which expects these names
+    times = Counter(path.name for path in trees() if not path.name.startswith(by_python))
     return [name for name, number in times.items() if number > 1]
 
 
