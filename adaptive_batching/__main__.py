@@ -112,8 +112,9 @@ def _with_dashes(arguments: Sequence[str], options: Collection[str]) -> list[str
 
 def _runs_a_command(arguments: Sequence[str]) -> bool:
     """Return True if ``run`` is to run any command, rather than a recipe, which no ``--`` comes before."""
-    is_said = "--" in arguments or any(argument.partition("=")[0] == "--settings" for argument in arguments)
-    return is_said or importlib.util.find_spec("torchtune") is None
+    if "--" in arguments or any(argument.partition("=")[0] == "--settings" for argument in arguments):
+        return True
+    return arguments[1:] in (["-h"], ["--help"]) and importlib.util.find_spec("torchtune") is None
 
 
 def _remedy(rest: Sequence[str], options: Collection[str]) -> str:
