@@ -30,7 +30,7 @@ define tests_and_types
 	$(PYTEST) $(1); tests=$$?; wait $$types; checked=$$?; cat "$$said"; rm "$$said"; exit $$((tests | checked))
 endef
 
-.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-stacks test-emulated test-cuda bench clean
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-stacks test-stacks-all test-emulated test-cuda bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,15 +50,43 @@ test: ruff-check ruff-format  ## Lint, types, and all tests but the slow ones
 
 test-all: ruff-check ruff-format  ## Lint, types, and all tests
 	$(call tests_and_types,-m '')
+	$(MAKE) test-stacks test-stacks-all
 
 # Other versions of what Trainer needs, each in an environment over that of the tests, which has all else.
 PINS_oldest := transformers==5.3.0 trl==0.24.0 accelerate==1.11.0
 PINS_axolotl := transformers==5.16.1 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4 huggingface_hub==1.17.0
+PINS_llamafactory := transformers==5.6.0 trl==0.24.0 accelerate==1.11.0 peft==0.18.1 datasets==4.0.0
+PINS_swift := transformers==5.16.1 trl==0.29.1 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4
 STACK_TESTS := tests/transformers/test_versions.py
+stacks = $(addprefix $(VENV)-,$(addsuffix /.$(1),$(2)))
+run_stacks = @for stack in $^; do echo "$$stack"; PYTHONPATH=. $${stack%/.*}/bin/python -m pytest \
+	-n $(WORKERS) --dist loadgroup $(1) || exit 1; done
 
-test-stacks: $(addprefix $(VENV)-,$(addsuffix /.stack,oldest axolotl))  ## Tests of Trainer with older versions
-	@for stack in $^; do echo "$$stack"; \
-		PYTHONPATH=. $${stack%/.stack}/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(STACK_TESTS) || exit 1; done
+# The frameworks themselves, without what needs a GPU, and what of the rest they import
+OF_axolotl := addict art colorama einops evaluate==0.4.1 fastcore fire immutabledict langdetect mistral-common numba \
+	posthog==6.7.11 pydantic==2.12.5 python-dotenv schedulefree==1.4.1 scipy triton typer wandb
+OF_llamafactory := 'av<=16.0.0' einops fastapi fire matplotlib modelscope omegaconf pandas protobuf scipy sentencepiece \
+	sse-starlette tiktoken 'tyro<0.9' uvicorn
+OF_swift := addict aiohttp binpacking dacite einops fastapi importlib-metadata json-repair matplotlib modelscope nltk \
+	openai pandas rouge simplejson sortedcontainers sentencepiece tiktoken uvicorn zstandard
+ITSELF_axolotl := axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 \
+	antlr4-python3-runtime==4.13.2 optimum==1.16.2
+ITSELF_llamafactory := llamafactory==0.9.5
+ITSELF_swift := ms-swift==4.6.0 attrdict cpm-kernels oss2 transformers-stream-generator
+
+.SECONDARY:
+test-stacks: $(call stacks,stack,oldest axolotl)  ## Tests of Trainer with older versions: a minute
+	$(call run_stacks,$(STACK_TESTS))
+
+test-stacks-all: $(call stacks,framework,axolotl llamafactory swift)  ## axolotl, LLaMA-Factory and ms-swift themselves
+	$(call run_stacks,-m '' tests/transformers/test_frameworks.py)
+
+# LLaMA-Factory imports torchaudio, which it does not use for text.
+$(VENV)-%/.framework: $(VENV)-%/.stack
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(OF_$*)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ITSELF_$*)
+	cd $(@D)/lib/python3*/site-packages && mkdir -p torchaudio && echo '__version__ = "0"' > torchaudio/__init__.py
+	touch $@
 
 $(VENV)-%/.stack: pyproject.toml $(call installed,dev)
 	$(BASE_PYTHON) -m venv $(@D)
