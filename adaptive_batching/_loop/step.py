@@ -92,7 +92,7 @@ class AdaptiveStep(Generic[Sample]):
         self._loss: Loss = as_sum(loss, count)
         self._collate = collate
         self._max_grad_norm = max_grad_norm
-        self._knows_backward = False  # that it divides nothing
+        self._scale: float | None = None  # by which a backward of the user's multiplies the loss
         self._knows_ranks_are_alone = False
         self._limit = TokenLimit()
         self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
@@ -136,16 +136,18 @@ class AdaptiveStep(Generic[Sample]):
     ) -> torch.Tensor:
         """Take one optimizer step on ``samples``, and leave no gradients behind; arguments as for :meth:`gradients`.
 
+        ``backward`` must not scale the loss: a gradient scaler's gradients have to be divided by its scale first.
+
         Returns:
             The mean loss before the step: a scalar on the model's device, without a graph.
 
         Raises:
-            ConfigError: As for :meth:`gradients`.
+            ConfigError: As for :meth:`gradients`, and if ``backward`` scales the loss.
             DoesNotFitError: As for :meth:`gradients`, and if the optimizer itself runs out of memory; parameters may
                 then be updated in part.
         """
         with self._own_gradients():
-            loss = self.gradients(samples, backward)
+            loss = self._mean_loss(samples, backward, may_scale=False)
             try:
                 clip_and_step(self._model, [self._optimizer], self._max_grad_norm)
             except Exception as error:
@@ -182,13 +184,16 @@ class AdaptiveStep(Generic[Sample]):
             Exception: Any error of ``loss``, ``collate`` or ``backward``; an error on other ranks repeats it.
         """
         with self._own_gradients():
-            return self._mean_loss(samples, backward)
+            return self._mean_loss(samples, backward, may_scale=True)
 
-    def _mean_loss(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def _mean_loss(
+        self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None], *, may_scale: bool
+    ) -> torch.Tensor:
         parallel, runner = self._parallel, self._runner
         parallel.check_size()
         with parallel.without_sync():
-            self._check_scale_of(backward)
+            if backward is not torch.Tensor.backward:
+                self._check_scale_of(backward, may_scale=may_scale)
             samples = self._checked_on_all(samples, backward)
             end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
             runner.begin()
@@ -225,20 +230,24 @@ class AdaptiveStep(Generic[Sample]):
         for parameter, gradient in others:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
-    def _check_scale_of(self, backward: Callable[[torch.Tensor], None]) -> None:
-        """Raise ConfigError if ``backward`` divides the loss, as where gradients are accumulated over several calls."""
-        if self._knows_backward or backward is torch.Tensor.backward:
-            return
-        one = torch.ones((), device=device_of(self._model), requires_grad=True)
-        backward(one * 1.0)
-        scale = 0.0 if one.grad is None else one.grad.item()
-        if scale < 0.9:  # of a gradient scaler it is large
+    def _check_scale_of(self, backward: Callable[[torch.Tensor], None], *, may_scale: bool) -> None:
+        """Raise ConfigError if ``backward`` divides the loss, or multiplies it where it may not."""
+        if self._scale is None:
+            one = torch.ones((), device=device_of(self._model), requires_grad=True)
+            backward(one * 1.0)
+            self._scale = 0.0 if one.grad is None else one.grad.item()
+        if self._scale < 0.9:  # as where gradients are accumulated over several calls
             raise ConfigError(
-                f"backward multiplies the loss by {scale:.3g}, as Accelerator(gradient_accumulation_steps="
-                f"{1 / max(scale, 1e-9):.3g}) does; leave gradient_accumulation_steps at 1, and give AdaptiveStep all "
-                f"samples of an optimizer step at once"
+                f"backward multiplies the loss by {self._scale:.3g}, as Accelerator(gradient_accumulation_steps="
+                f"{1 / max(self._scale, 1e-9):.3g}) does; leave gradient_accumulation_steps at 1, and give AdaptiveStep "
+                f"all samples of an optimizer step at once"
             )
-        self._knows_backward = True
+        if self._scale > 1.1 and not may_scale:
+            raise ConfigError(
+                f"backward multiplies the loss by {self._scale:.6g}, as a gradient scaler does, and the optimizer would "
+                "step on gradients as much too large; call step.gradients(samples, backward) instead, then "
+                "scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
+            )
 
     def find_maximum_batch_size(
         self,

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from adaptive_batching._torchtune.cli import commands
 from adaptive_batching._torchtune.names import config_files
 from adaptive_batching.torchtune import entry_point, recipe
-from tests.conftest import ROOT
+from tests.conftest import ROOT, small_run
 from tests.support.command_line import in_this_process, small
 
 TUNE = [sys.executable, "-c", "from torchtune._cli.tune import main; main()"]
@@ -132,6 +132,18 @@ def test_a_config_that_only_our_command_knows_by_name_is_explained(monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", "quickstart/full_single_device"])
     with pytest.raises(SystemExit, match=r"no config 'quickstart/full_single_device'; .*use 'adaptive-batching run'"):
         entry_point(recipe("full_finetune_single_device"))()
+
+
+def test_a_run_takes_what_the_probe_command_has_found_for_its_parts(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ["--config", "quickstart/full_single_device", *small_run(inputs, tmp_path, "micro_batch_size=auto")]
+    short = [*config, "epochs=1", "max_steps_per_epoch=1"]
+    assert in_this_process("probe", "full_finetune_single_device", *short) == 0
+    assert "use_maximum_batch_size=False" not in "".join(capsys.readouterr()), "that is what the config has"
+    found = (tmp_path / "adaptive_batching" / "probe.json").read_text()
+    assert in_this_process("run", "full_finetune_single_device", *short) == 0
+    assert (tmp_path / "adaptive_batching" / "probe.json").read_text() == found, "its seconds, too"
 
 
 @pytest.mark.parametrize(("is_there", "has_gpu"), [(False, False), (True, True)])

@@ -258,6 +258,9 @@ def test_accumulated_gradients_are_left_for_the_caller() -> None:
     total, number = loss(expected, collate(SAMPLES))
     (scale * total / number).backward()
     before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=r"multiplies the loss by 1024, as a gradient scaler .* call step\.gradients"):
+        step(SAMPLES, backward)
+    assert all(parameter.grad is None for parameter in model.parameters()) and losses == [1.0], "nothing has run"
     step.gradients(SAMPLES, backward)
     assert max(losses) < 30 * total / number, "half precision does not overflow"
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):

@@ -178,7 +178,7 @@ def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None
 
 def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
     with mistakes_in_one_line(*_BEFORE_TRAINING):
-        if ONLY_PROBES in flags:
+        if ONLY_PROBES in flags and cfg.get("micro_batch_size") not in ("auto", "explore"):  # which ask for a probe
             cfg.use_maximum_batch_size = True
         _check_device(cfg)
         _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
