@@ -239,13 +239,13 @@ class AdaptiveStep(Generic[Sample]):
         if self._scale < 0.9:  # as where gradients are accumulated over several calls
             raise ConfigError(
                 f"backward multiplies the loss by {self._scale:.3g}, as Accelerator(gradient_accumulation_steps="
-                f"{1 / max(self._scale, 1e-9):.3g}) does; leave gradient_accumulation_steps at 1, and give AdaptiveStep "
-                f"all samples of an optimizer step at once"
+                f"{1 / max(self._scale, 1e-9):.3g}) does; leave gradient_accumulation_steps at 1, and give "
+                "AdaptiveStep all samples of an optimizer step at once"
             )
         if self._scale > 1.1 and not may_scale:
             raise ConfigError(
-                f"backward multiplies the loss by {self._scale:.6g}, as a gradient scaler does, and the optimizer would "
-                "step on gradients as much too large; call step.gradients(samples, backward) instead, then "
+                f"backward multiplies the loss by {self._scale:.6g}, as a gradient scaler does, and the optimizer "
+                "would step on gradients as much too large; call step.gradients(samples, backward) instead, then "
                 "scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
             )
 
