@@ -163,11 +163,11 @@ def _drawn_places(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     shares = weights / weights.sum(-1, keepdim=True)
     if _argument(args, kwargs, 2, "replacement", False):
         reached = shares.cumsum(-1).contiguous()
-        return torch.searchsorted(reached, _even(drawn).expand(drawn.shape).contiguous()).clamp(
-            max=shares.shape[-1] - 1
-        )
+        places: torch.Tensor = torch.searchsorted(reached, _even(drawn).expand(drawn.shape).contiguous())
+        return places.clamp(max=shares.shape[-1] - 1)
     noise = _exponential(shares if shares.dim() > 1 else shares[None])  # one row may be a choice of samples
-    return (shares.log() - noise.log()).topk(drawn.shape[-1], dim=-1).indices
+    order: torch.Tensor = (shares.log() - noise.log()).topk(drawn.shape[-1], dim=-1).indices
+    return order
 
 
 def _gumbel_softmax(

@@ -19,13 +19,13 @@ from adaptive_batching.transformers import adopt as _adopt
 __all__ = ["AdaptiveInput", "AdaptivePlugin"]
 
 
-class AdaptiveInput(_BaseModel):  # type: ignore[misc]
+class AdaptiveInput(_BaseModel):
     """The key that axolotl's YAML gains."""
 
     adaptive: str | dict[str, _typing.Any] | None = None
 
 
-class AdaptivePlugin(_BasePlugin):  # type: ignore[misc]
+class AdaptivePlugin(_BasePlugin):
     """Makes the trainer adaptive that axolotl has made, for SFT as for DPO and reward models."""
 
     def get_input_args(self) -> str:

@@ -24,7 +24,7 @@ class _Batches(_data.BatchSampler):
         self.inner, self.sampler, self.drop_last = inner, range(inner.total_samples), inner.drop_last
 
     @property
-    def batch_size(self) -> int:  # type: ignore[override]
+    def batch_size(self) -> int:
         return int(self.inner.batch_size)
 
     @batch_size.setter
@@ -43,7 +43,7 @@ class _Loader(_data.DataLoader[_typing.Any]):
         _typing.cast(_Batches, self.batch_sampler).inner.set_epoch(epoch)
 
 
-def adopting(trainer_class: type) -> type:
+def adopting(trainer_class: _typing.Any) -> _typing.Any:
     """Return a subclass of a trainer of ms-swift's that makes itself adaptive, with a loader of torch's own.
 
     ms-swift's loader does no more than move batches to the device, as the trainer does.
@@ -52,11 +52,11 @@ def adopting(trainer_class: type) -> type:
     from adaptive_batching.transformers import adopt
 
     def __init__(self: _typing.Any, *args: _typing.Any, **kwargs: _typing.Any) -> None:
-        super(made, self).__init__(*args, **kwargs)
+        trainer_class.__init__(self, *args, **kwargs)
         adopt(self, parsed(_os.environ.get(SETTINGS) or "auto"))
 
     def get_train_dataloader(self: _typing.Any, skip_batches: int = 0) -> _typing.Any:
-        loader = super(made, self).get_train_dataloader(skip_batches)
+        loader = trainer_class.get_train_dataloader(self, skip_batches)
         if getattr(self, "adaptive", None) is None or skip_batches or not hasattr(loader, "dataset"):
             return loader
         return _Loader(
@@ -66,8 +66,8 @@ def adopting(trainer_class: type) -> type:
 
     if trainer_class not in _made:
         members = {"__init__": __init__, "get_train_dataloader": get_train_dataloader, "__doc__": trainer_class.__doc__}
-        made = type(trainer_class.__name__, (trainer_class,), {**members, "__module__": trainer_class.__module__})
-        _made[trainer_class] = made
+        members["__module__"] = trainer_class.__module__
+        _made[trainer_class] = type(trainer_class.__name__, (trainer_class,), members)
     return _made[trainer_class]
 
 

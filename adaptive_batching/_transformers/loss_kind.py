@@ -240,7 +240,7 @@ def _find_loss_kind(
         kind = replace(kind, factor=tried.factor(kind, name), rows=rows)
     log.info("the loss of %s is %s", name, kind)
     batches = trainer.args.gradient_accumulation_steps
-    if batches > 1 and not kind.takes_number and _adds_means_up(trainer):
+    if batches > 1 and not kind.takes_number and _adds_means_up(trainer, has_labels=tried.has_labels):
         log.warning(
             "with gradient_accumulation_steps=%d, Trainer adds up the means of %d batches, because %s takes "
             "num_items_in_batch and its loss does not use it: its gradients are %d times as large as here, where they "
@@ -279,6 +279,9 @@ class _Trials:
             self._kinds, self._groups = [one_by_one_as], [[sample] for sample in samples]
             return
         batches = [collated([sample], trainer.data_collator) for sample in samples]
+        self.has_labels = "labels" in batches[0]
+        """True if Trainer counts the targets of a batch, which it does of these alone."""
+
         in_all = set.intersection(*({*batch} for batch in batches))  # batches of unlike data may have unlike keys
         first = {key: value for key, value in batches[0].items() if key in in_all}
         self._kinds = kinds_of(trainer, first, self._ignored(samples[:1], batches))
@@ -540,10 +543,12 @@ def _is_of_two(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == 2
 
 
-def _adds_means_up(trainer: Any) -> bool:
+def _adds_means_up(trainer: Any, *, has_labels: bool) -> bool:
     """Return True if Trainer does not divide the losses of accumulated batches by their number."""
     scaled = declared_as_scaled(trainer)  # of its class: the trainer has got one from us
-    return bool(scaled) if scaled is not None else _gives_number(trainer)
+    if scaled is not None:
+        return bool(scaled)
+    return trainer.compute_loss_func is not None or (has_labels and _gives_number(trainer))
 
 
 def _gives_number(trainer: Any) -> bool:

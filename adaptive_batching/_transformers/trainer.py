@@ -132,6 +132,8 @@ class AdaptiveTraining:
     adaptive: AdaptiveRun | None = None
     """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
 
+    _following: FollowingCallback
+    _recording: Recording
     _only_if_possible = False  # True to train as stock where an error would be raised before the first step
 
     # Set by Trainer

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.transformers import trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, make_trainer, trained
 
-THREE = {"micro_batch_size": 3}
+THREE: dict[str, Any] = {"micro_batch_size": 3}
 
 
 def computes_over_the_batch(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -60,7 +60,7 @@ def test_what_cannot_be_adopted_is_named(tmp_path: Path) -> None:
 def test_where_it_is_not_possible_a_trainer_trains_as_stock_and_one_line_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = dict(compute_loss_func=computes_over_the_batch, max_steps=3)
+    settings: dict[str, Any] = dict(compute_loss_func=computes_over_the_batch, max_steps=3)
     trainer = adopt(make_trainer(tmp_path / "ours", **settings), THREE, only_if_possible=True)
     trainer.train()
     [line] = [record for record in caplog.records if "without adaptive batching" in record.getMessage()]
@@ -71,7 +71,7 @@ def test_where_it_is_not_possible_a_trainer_trains_as_stock_and_one_line_says_wh
 
 
 def test_where_it_is_possible_a_trainer_adopted_so_trains_the_same_and_resumes(tmp_path: Path) -> None:
-    settings = dict(save_strategy="steps", save_steps=2, max_steps=4, lr_scheduler_type="constant")
+    settings: dict[str, Any] = dict(save_strategy="steps", save_steps=2, max_steps=4, lr_scheduler_type="constant")
     whole = adopt(make_trainer(tmp_path, **settings), THREE, only_if_possible=True)
     whole.train()
     assert_alike(whole, trained(tmp_path / "stock", **{**settings, "save_strategy": "no"}))
@@ -83,7 +83,7 @@ def test_where_it_is_possible_a_trainer_adopted_so_trains_the_same_and_resumes(t
 def test_a_callback_adopts_the_trainer_that_it_is_given_to(tmp_path: Path) -> None:
     callback = AdaptiveCallback(THREE)
     ours = [trained(tmp_path, callbacks=[callback], max_steps=3) for _ in range(2)]  # one callback, two trainers
-    made = trained(tmp_path, AdaptiveArguments(**THREE), max_steps=3)  # type: ignore[arg-type]
+    made = trained(tmp_path, AdaptiveArguments(**THREE), max_steps=3)
     for trainer in ours:
         assert trainer.adaptive is not None
         assert_same(trainer, made)

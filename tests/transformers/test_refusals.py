@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,17 @@ class OwnLoop(transformers.Trainer):  # type: ignore[misc, name-defined]
 def test_methods_that_do_as_trainers_do_are_no_reason_to_refuse(tmp_path: Path) -> None:
     made = [trainers.trained(tmp_path, each, kind=PassesOn, max_steps=2) for each in (THREE, None)]
     trainers.assert_alike(*made)
+
+
+def test_a_library_may_put_its_copy_of_the_loop_in_place_of_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = textwrap.dedent(inspect.getsource(transformers.Trainer._inner_training_loop))
+    names = {**vars(inspect.getmodule(transformers.Trainer)), "__name__": "unsloth"}
+    exec(source, names)
+    monkeypatch.setattr(transformers.Trainer, "_inner_training_loop", names["_inner_training_loop"])
+    assert transformers.Trainer._inner_training_loop.__module__ == "unsloth"
+    trainers.trained(tmp_path, THREE, max_steps=1)
 
 
 def test_methods_that_do_something_else_are_refused(tmp_path: Path) -> None:

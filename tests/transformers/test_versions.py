@@ -54,17 +54,16 @@ def test_a_term_beside_the_sum_over_all_targets_trains_as_stock_or_is_refused(tm
 
 
 def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_where_they_stay(tmp_path: Path) -> None:
-    made = [tmp_path, AdaptiveArguments(micro_batch_size=3)]
     said = "rope_type='dynamic' follows" if Version("5.16") > HERE else "computes over the batch or its padding"
     with pytest.raises(ConfigError, match=said):
-        trainers.trained(*made, model=strangers.dynamic_rope())
+        trainers.trained(tmp_path, AdaptiveArguments(micro_batch_size=3), model=strangers.dynamic_rope())
 
 
 def ids(chance: random.Random, most: int) -> list[int]:
     return [chance.randrange(3, trainers.VOCABULARY) for _ in range(chance.randrange(3, most))]
 
 
-def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None) -> Any:
+def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None, **more: Any) -> Any:
     """Return a trainer of TRL's, trained for three steps; its data are tokens already in SFT, texts otherwise."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     from datasets import Dataset
@@ -93,7 +92,7 @@ def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None) -> Any:
     if kind == "DPO":
         given["ref_model"] = trainers.make_llama()
         model.warnings_issued = {}  # which TRL 0.24 asks for
-    settings = dict(max_length=32, max_steps=3, gradient_checkpointing=False, bf16=False)
+    settings = dict(max_length=32, max_steps=3, gradient_checkpointing=False, bf16=False, **more)
     args = trainers.arguments(folder, config, **settings)
     if ours is not None:
         made, given["adaptive"] = adaptive(made), ours
@@ -108,3 +107,12 @@ def test_a_trainer_of_trl_trains_as_stock(tmp_path: Path, kind: str) -> None:
     trainers.assert_alike(found, expected)
     if kind == "SFT":  # DPO's is over the tokens of both answers, of which parts are no whole
         trainers.assert_alike(found, expected, 1e-4, keys=("mean_token_accuracy", "num_tokens"))
+
+
+def test_means_of_pairs_are_not_said_to_be_added_up_where_trainer_divides_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    ours = [AdaptiveArguments(micro_batch_size=3), None]
+    trainers.assert_alike(*(of_trl("Reward", tmp_path, each, **settings) for each in ours))
+    assert "adds up the means" not in caplog.text

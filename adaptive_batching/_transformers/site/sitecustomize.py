@@ -26,7 +26,7 @@ class _AfterTrainer(MetaPathFinder):
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 load(module)
-                module.DEFAULT_CALLBACKS.append(_MakesCallback)  # type: ignore[attr-defined]
+                module.DEFAULT_CALLBACKS.append(_MakesCallback)
 
             spec.loader.exec_module = load_and_prepare  # type: ignore[method-assign]
         return spec
