@@ -275,8 +275,8 @@ def test_a_sharded_model_grows_its_batch_and_goes_on_where_it_was_left(ranks: li
 def test_the_first_rank_says_how_much_larger_a_batch_becomes(ranks: list[Found], tmp_path: Path) -> None:
     found = of_run("ddp asked llama", ranks)
     for rank in ranks:
-        assert [each["batch_size"] for each in losses(rank["ddp asked llama"])] == [8] * 4 + [16] * 2 + [24] * 2
-    eight = AdaptiveArguments(batch_increase_function=lambda epoch, _: 16 * (epoch > 0), micro_batch_size=6)
+        assert [each["batch_size"] for each in losses(rank["ddp asked llama"])] == [8] * 4 + [16] * 2 + [32]
+    eight = AdaptiveArguments(batch_increase_function=lambda epoch, _: 16 * epoch, micro_batch_size=6)
     assert_alike(found, in_one_process(tmp_path, eight, per_device_train_batch_size=16, num_train_epochs=3))
 
 
