@@ -384,7 +384,7 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
         return None
     start = time.perf_counter()
     log.info("tracing the training step twice to predict its memory")
-    traced = None
+    traced, left_before = None, num_left_behind()
     try:
         traced = trace_step(step)
         log.info("traced in %.1f s", time.perf_counter() - start)
@@ -393,7 +393,7 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
             raise error.__cause__ from None  # a real step takes more memory
         text = "memory is measured by real steps instead of predicted, because the training step cannot be traced (%s)"
         log.info(text, error, extra=ONLY_HERE)
-    if number := num_left_behind():  # now that no traceback keeps them
+    if (number := num_left_behind() - left_before) > 0:  # now that no traceback keeps them
         raise ConfigError(
             f"the loss or a hook keeps what it has computed where the probe cannot put it back (tensors: {number}), "
             "such as in an attribute of a class or of a Python module, and what a prediction computes has no values; "

@@ -80,40 +80,47 @@ def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bo
     else:
         model, optimizers = _whole_copy(step.model, stepped, fake, device)
         kept, on_host = list(model.parameters()), False
-    code = _copies_of(step.code, (step.model, *stepped), (model, *optimizers), fake)
-    for optimizer, original in zip(optimizers, stepped, strict=True):
-        _complete(optimizer, original)
-    with fake:
-        run = step.bind(model, optimizers, *code)
-        earlier, batch = (
-            tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
-        )
-        if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            # Compiles or finds out how to distribute, and leaves behind what later steps do not make again.
-            run(earlier)
-            gc.collect()
-    recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda, notes_work=notes_work)
-    recorder.hold(kept, WEIGHTS, counts=not on_host)
-    recorder.hold(model.buffers(), WEIGHTS)
-    recorder.hold(state_tensors(optimizers), STATES, counts=not on_host)
-    # whole parameters of a sharded model, and their views, take no memory
-    recorder.hold(model.parameters(), WEIGHTS, counts=False)
-    with fake, recorder, recorder.watching(models_of(model), kept, steps_elsewhere=on_host):
-        if not optimizers:
-            run(batch)  # creates optimizers of its own, and their states
-        for optimizer in optimizers:
-            _make_states(optimizer)
-        recorder.hold(state_tensors(optimizers), STATES)
-        resting_bytes = recorder.current_bytes
-        if step.keeps:
-            run(earlier)
-            del earlier
-            gc.collect()
-        recorder.begin(kept_bytes=recorder.current_bytes - resting_bytes)
-        if step.holds_gradients:
-            _hold_gradients(optimizers)  # those of earlier forwards, which take no more than the last one
-        run(batch)  # the steady state
-    return recorder.record()
+    try:
+        code = _copies_of(step.code, (step.model, *stepped), (model, *optimizers), fake)
+        for optimizer, original in zip(optimizers, stepped, strict=True):
+            _complete(optimizer, original)
+        with fake:
+            run = step.bind(model, optimizers, *code)
+            earlier, batch = (
+                tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
+            )
+            if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+                # Compiles or finds out how to distribute, and leaves behind what later steps do not make again.
+                run(earlier)
+                gc.collect()
+        recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda, notes_work=notes_work)
+        recorder.hold(kept, WEIGHTS, counts=not on_host)
+        recorder.hold(model.buffers(), WEIGHTS)
+        recorder.hold(state_tensors(optimizers), STATES, counts=not on_host)
+        # whole parameters of a sharded model, and their views, take no memory
+        recorder.hold(model.parameters(), WEIGHTS, counts=False)
+        with fake, recorder, recorder.watching(models_of(model), kept, steps_elsewhere=on_host):
+            if not optimizers:
+                run(batch)  # creates optimizers of its own, and their states
+            for optimizer in optimizers:
+                _make_states(optimizer)
+            recorder.hold(state_tensors(optimizers), STATES)
+            resting_bytes = recorder.current_bytes
+            if step.keeps:
+                run(earlier)
+                del earlier
+                gc.collect()
+            recorder.begin(kept_bytes=recorder.current_bytes - resting_bytes)
+            if step.holds_gradients:
+                _hold_gradients(optimizers)  # those of earlier forwards, which take no more than the last one
+            run(batch)  # the steady state
+        return recorder.record()
+    finally:
+        # Optimizers that step in backward hang on hooks of what they step: a circle that Python does not collect.
+        for parameter in model.parameters():
+            for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                if hooks is not None:
+                    hooks.clear()
 
 
 def _make_states(optimizer: Optimizer) -> None:
