@@ -13,6 +13,7 @@ CUDA_PYTHON := $(PYTHON)
 else
 RUN := PYTHONPATH=. $(VENV)/bin/python
 CUDA_PYTHON := $(EMULATED)/bin/python
+STACKS := test-stacks test-stacks-all
 installed = $(VENV)/.$(1)
 emulated = $(EMULATED)/.$(1)
 endif
@@ -50,7 +51,7 @@ test: ruff-check ruff-format  ## Lint, types, and all tests but the slow ones
 
 test-all: ruff-check ruff-format  ## Lint, types, and all tests
 	$(call tests_and_types,-m '')
-	$(MAKE) test-stacks test-stacks-all
+	$(if $(STACKS),$(MAKE) $(STACKS))
 
 # Other versions of what Trainer needs, each in an environment over that of the tests, which has all else.
 PINS_oldest := transformers==5.3.0 trl==0.24.0 accelerate==1.11.0
