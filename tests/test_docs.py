@@ -52,11 +52,10 @@ def test_every_relative_link_resolves(path: Path) -> None:
         assert anchor in ("", *(re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings)), link
 
 
-def test_every_page_is_linked_from_the_index_and_the_readme_which_is_short() -> None:
+def test_every_page_is_linked_from_the_index_and_the_readme() -> None:
     for index in (README, ROOT / "docs" / "README.md"):
         for path in DOCS:
             assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
-    assert len(README.read_text().split()) <= 900
 
 
 def test_how_close_dry_runs_are_is_what_their_result_says() -> None:
