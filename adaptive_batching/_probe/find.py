@@ -392,7 +392,7 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # a real step takes more memory
         text = "memory is measured by real steps instead of predicted, because the training step cannot be traced (%s)"
-        log.info(text, error, extra=ONLY_HERE)
+        log.info(text, str(error), extra=ONLY_HERE)  # a record that somebody keeps would keep all of its frames
     if (number := num_left_behind() - left_before) > 0:  # now that no traceback keeps them
         raise ConfigError(
             f"the loss or a hook keeps what it has computed where the probe cannot put it back (tensors: {number}), "
