@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,9 +34,8 @@ from adaptive_batching._trace.recorder import Recorder, state_tensors
 from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
 from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
-
-class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes fake tensors that are known for those of a trace."""
+modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
+"""The modes of traces, by which their tensors are known; a class of our own would not run operators of higher order."""
 
 
 def record(step: TrainingStep, batch: Any, device: torch.device, *, notes_work: bool = False) -> StepRecord:
@@ -71,7 +71,8 @@ def _with_nothing_that_needs_pointers() -> Iterator[None]:
 
 
 def _record(step: TrainingStep, batch: Any, device: torch.device, notes_work: bool) -> StepRecord:
-    fake = TraceMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    modes.add(fake)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.
     # They, their gradients and the optimizer states may be on the host.

@@ -65,7 +65,7 @@ def num_left_behind() -> int:
         return 0
     gc.collect()
     fake = [value for value in gc.get_objects() if type(value) is module.FakeTensor]
-    return sum(type(value.fake_mode) is module.TraceMode for value in fake)
+    return sum(value.fake_mode in module.modes for value in fake)
 
 
 def _trace_step(step: TrainingStep, notes_work: bool) -> TracedStep:
