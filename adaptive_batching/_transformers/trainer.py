@@ -145,9 +145,6 @@ class AdaptiveTraining:
     model: Any
     state: Any
 
-    _without_ddp: Any
-    """The model that parts run, which is called without DDP."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for method in ("training_step", "prediction_step"):
@@ -236,7 +233,7 @@ class AdaptiveTraining:
             return stock(*args, **kwargs)
         with prepared_already(self) if self.is_fsdp_enabled else contextlib.nullcontext():
             model, loader = stock(*args, **kwargs)
-        self._without_ddp = without_ddp(self, model)
+        self.adaptive.called_model = without_ddp(self, model)
         of_samples = handing_out_samples(loader, self.data_collator)
         assert of_samples is not None  # as was checked
         return model, of_samples
@@ -284,7 +281,7 @@ class AdaptiveTraining:
         if not inputs.batches:
             return torch.zeros((), device=self.args.device)
         assert self.adaptive is not None and self.adaptive.step is not None
-        loss = self.adaptive.step(inputs, partial(self.forward_backward, self._without_ddp))
+        loss = self.adaptive.step(inputs, partial(self.forward_backward, self.adaptive.called_model))
         self._recording.ran(inputs, loss)
         return loss
 
