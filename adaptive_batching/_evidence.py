@@ -228,7 +228,7 @@ def gradient_error(
     """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
 
     Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
-    gradient that is not finite, or zero, and the result is None. The error is inf if a run changes what is trained, or
+    gradient that is not finite, and the result is None. The error is inf if a run changes what is trained, or
     if hooks take gradients away, as those of an optimizer that steps within backward.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -246,10 +246,10 @@ def gradient_error(
             sketches.append(GradientSketch(parameters))
     expected, actual = sketches
     scale = max(expected.norm, actual.norm)
-    if not math.isfinite(scale) or scale == 0:
+    if not math.isfinite(scale):
         return None
     # Finite gradients are at most 2 apart; one that is not finite in a part alone is as wrong.
-    return min(expected.distance(actual) / scale, 2.0), mode.rounding[1]
+    return (min(expected.distance(actual) / scale, 2.0) if scale else 0.0), mode.rounding[1]
 
 
 @contextlib.contextmanager

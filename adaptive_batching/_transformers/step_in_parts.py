@@ -343,7 +343,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             with rehearsal([self._trainer], parameters[0].device, parameters) as start_over:
                 compared = gradient_error(parameters, one, other, start_over)
             if ranks.any(compared is None):
-                raise NoRowError("memory ran out, or a gradient is zero or not finite")
+                raise NoRowError("memory ran out, or a gradient is not finite")
             assert compared is not None
             return ranks.largest(compared[0]), ranks.largest(compared[1])
 
