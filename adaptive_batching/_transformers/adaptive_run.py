@@ -98,7 +98,7 @@ class AdaptiveRun:
         """True from the call of ``train`` until its loader is there."""
 
         self.called_model: Any = None
-        """The model that parts call, without DDP; not among the models of the trainer, which a stored probe depends on."""
+        """The model that parts call, without DDP; not among those of the trainer, which a stored probe depends on."""
 
         self.data: TrainingData | None = None
         self.step: StepInParts | None = None
