@@ -110,7 +110,9 @@ def adopt(
         log.warning("%s trains without adaptive batching: %s", type(trainer).__name__, first_line(error))
         return trainer
     trainer.__class__ = adaptive(type(trainer))
-    trainer.adaptive, trainer._only_if_possible = run, only_if_possible
+    trainer.adaptive = run
+    if only_if_possible:
+        trainer._only_if_possible = True
     trainer._following, trainer._recording = FollowingCallback(run), Recording(run, trainer)
     # Ours comes first, so that others find the right epoch. A new list: a callback that adopts is called from the old.
     handler = trainer.callback_handler
