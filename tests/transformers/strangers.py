@@ -739,7 +739,6 @@ HABITS: Mapping[str, Habit] = {
     "groups in the optimizer": Habit(making(kind=GroupsTrainer)),
     "gradient checkpointing": Habit(making(gradient_checkpointing=True)),
     "LoRA with a head that is trained": Habit(making(lambda: trainers.with_lora(llama(), modules_to_save=["lm_head"]))),
-    "NEFTune": Habit(making(neftune_noise_alpha=0.5), draws=True),
     "dynamic rotary frequencies": Habit(making(dynamic_rope, data=of_one_length)),
     "dynamic rotary frequencies of unlike lengths": Habit(making(dynamic_rope), REFUSED),
     "batch norm": Habit(classifying(with_batch_norm), "batch"),
