@@ -752,6 +752,7 @@ HABITS: Mapping[str, Habit] = {
     "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
     "class weights of tokens": Habit(of_tokens(class_weights_of_tokens), REFUSED),
     "label smoothing by hand": Habit(of_tokens(label_smoothing)),
+    "NEFTune": Habit(making(neftune_noise_alpha=5.0, data=of_one_length), draws=True),  # which scales noise by length
     "label_smoothing_factor": Habit(making(label_smoothing_factor=0.1)),
     "focal loss of tokens": Habit(of_tokens(focal)),
     "last token": Habit(computing(last_token)),
