@@ -120,4 +120,4 @@ PREPARED: Mapping[str, Callable[[ModuleType], None]] = {
     "tensorboardX.event_file_writer": _event_files,
     "transformers.training_args": _training_arguments,
 }
-"""What is done to modules when a script has imported them."""
+"""Module name -> the function that patches the module once a script has imported it."""

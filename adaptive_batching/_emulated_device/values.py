@@ -58,7 +58,7 @@ SELECTIONS = (
     "bincount",
 )
 ran: set[str] = set()
-"""What cuDNN would have taken workspaces for, of what this process has run."""
+"""Operations of this process for which cuDNN would have allocated workspaces."""
 
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 

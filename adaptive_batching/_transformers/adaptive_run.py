@@ -315,7 +315,7 @@ class AdaptiveRun:
 
         (name, increase), asked = self._increase, self._asked
         increase = increase and asked.function(increase)
-        self._asked = asked if self.only_finds else AskedOnce()  # training takes what was planned; the next asks anew
+        self._asked = asked if self.only_finds else AskedOnce()  # answers last for one run
         decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples, self.ranks.on_first)
         length = Length(args.num_train_epochs, args.max_steps)
         self.schedule = plan_epochs(decide, data.num_batches, accumulated, length, min(configured, samples))

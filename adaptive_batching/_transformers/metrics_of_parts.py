@@ -1,4 +1,4 @@
-"""What TRL counts in the parts of a batch, as it would of the batch: means, over samples or tokens, and extremes."""
+"""TRL's metrics of a batch, joined from those of its parts: means over samples or tokens, and extremes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``adaptive-batching run -- <command>`` gives each trainer of the command."""
+"""The callback that ``adaptive-batching run -- <command>`` adds to each trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers before 5.19 lacks, and what stands in for it; each can go with the version that lacks it."""
+"""Workarounds for transformers before 5.19. Each can be deleted when its version is no longer supported."""
 
 from __future__ import annotations
 

@@ -629,8 +629,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         ran = zip(self._batches, self._numbers, strict=True)
         counted = [(batch, number) for batch, number in ran if number or self.kind.takes_number]  # others count nothing
         tokens = self._trainer._total_train_tokens - tokens_before
-        of_ranks, counts = zip(*self._parallel.ranks.gather((shares(new, counted), tokens)), strict=True)
-        for key in shares(new, counted):
+        here = shares(new, counted)
+        of_ranks, counts = zip(*self._parallel.ranks.gather((here, tokens)), strict=True)
+        for key in here:
             value = metric_of(key, (of_rank[key] for of_rank in of_ranks if key in of_rank))
             metrics[key] = [*before.get(key, ()), value]
         self._trainer._total_train_tokens = tokens_before + sum(counts)

@@ -78,7 +78,7 @@ def test_the_command_line_lists_recipes_and_configs(capsys: pytest.CaptureFixtur
 def test_ranks_find_the_standard_library_first(
     is_installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Not what lies beside this package, or in the working directory, which recipes search last."""
+    """Files beside this package, or in the working directory, must not hide its modules."""
     paths: list[str] = []
     monkeypatch.setattr(
         "torchtune._cli.run.Run._run_cmd", lambda self, args: paths.append(os.environ.get("PYTHONPATH", ""))
