@@ -492,22 +492,24 @@ class FollowingCallback(TrainerCallback):
 
     def __init__(self, run: AdaptiveRun) -> None:
         self._run = run
-        self._epoch = self._steps = 0
+        self.epoch = self._steps = 0
         self._is_over = False  # the epoch
 
     def start_at(self, epoch: int, steps: int) -> None:
-        self._epoch, self._steps = epoch - 1, steps
+        self.epoch, self._steps = epoch - 1, steps
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._epoch += 1
+        self.epoch += 1
         self._is_over = False
-        self._run.start_epoch(self._epoch)
+        if hasattr(shown := kwargs["train_dataloader"], "set_epoch"):
+            shown.set_epoch(self.epoch)  # as Trainer does with the loader that it runs
+        self._run.start_epoch(self.epoch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Trainer takes all epochs to have as many steps.
         self._steps += 1
         assert self._run.schedule is not None
-        state.epoch = self._epoch + self._run.schedule.part_of(self._epoch, self._steps)
+        state.epoch = self.epoch + self._run.schedule.part_of(self.epoch, self._steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps, self._is_over = 0, True
@@ -517,7 +519,7 @@ class FollowingCallback(TrainerCallback):
         if state.is_world_process_zero and checkpoint.is_dir():
             assert self._run.schedule is not None
             is_over = self._is_over or control.should_epoch_stop
-            is_over = is_over or self._steps >= self._run.schedule.steps[self._epoch]
-            self._run.save(checkpoint, self._epoch + is_over, 0 if is_over else self._steps)
+            is_over = is_over or self._steps >= self._run.schedule.steps[self.epoch]
+            self._run.save(checkpoint, self.epoch + is_over, 0 if is_over else self._steps)
 
     on_push_begin = on_save  # an upload of the checkpoint begins before it is told that one was saved

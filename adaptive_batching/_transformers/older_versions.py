@@ -20,9 +20,9 @@ _DIVIDES_AS_ASKED = hasattr(Trainer, "loss_is_scaled_for_ga")
 
 
 def check_version() -> None:
-    """Raise ConfigError if the loop of ``Trainer`` has no hooks for ours, as before 5.3."""
-    if not hasattr(Trainer, "_prepare_for_training"):
-        raise ConfigError(f"transformers {transformers.__version__} is too old: pip install 'transformers>=5.3'")
+    """Raise ConfigError if transformers is older than what was tried."""
+    if Version("4.57") > _VERSION:
+        raise ConfigError(f"transformers {_VERSION} is too old: pip install 'transformers>=4.57'")
 
 
 def check_rotary(model: Any) -> None:
@@ -31,7 +31,7 @@ def check_rotary(model: Any) -> None:
     From 5.16 on, a model can be put back to where it was, and measuring shows if the frequencies change the result.
     """
     config = getattr(model, "config", None)
-    given = getattr(config, "rope_parameters", None) or {}
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}  # before 5
     kinds = [given.get("rope_type"), *(each.get("rope_type") for each in given.values() if isinstance(each, Mapping))]
     if "dynamic" in kinds and Version("5.16") > _VERSION:
         raise ConfigError(

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer
 
 from adaptive_batching._ranks.fsdp import why_not_drained
+from adaptive_batching._transformers import one_loop
 from adaptive_batching._transformers.handed_out import handing_out_samples
 from adaptive_batching._transformers.older_versions import check_rotary, check_version
 from adaptive_batching._values import ConfigError
@@ -26,12 +27,9 @@ _GENERATING = {
 _OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
 _LOOP = {
     "_run_epoch": {"get_batch_samples", "training_step"},
-    "_inner_training_loop": {
-        "set_initial_training_values",
-        "_prepare_for_training",
-        "_init_training_state",
-        "_run_epoch",
-    },
+    "_inner_training_loop": one_loop.CALLED
+    if one_loop.IS_IN_USE
+    else {"set_initial_training_values", "_prepare_for_training", "_init_training_state", "_run_epoch"},
 }
 """Methods of ``Trainer`` that run a step, and what they call that we put ours in place of."""
 
@@ -203,6 +201,8 @@ def _mean_of_tokens(args: Any, names: set[str], losses: list[str]) -> tuple[str,
 
 
 def _check_fsdp(trainer: Any) -> None:
+    if one_loop.IS_IN_USE:
+        raise ConfigError("FSDP2 needs transformers 5.3 or later here; update it, or train with DDP (torchrun)")
     plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.parallelism_config
     if plugin.fsdp_version != 2:
         raise ConfigError("FSDP1 leaves ranks waiting for one that runs out of memory; set fsdp_config={'version': 2}")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from adaptive_batching._transformers import one_loop
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set, in_trainers_words
 from adaptive_batching._transformers.before_training import BeforeTraining
@@ -66,7 +67,8 @@ def adaptive(trainer_class: type[_OfTrainer]) -> type[_OfTrainer]:
 def _make(trainer_class: type[Trainer]) -> type[Trainer]:
     # It has the name of what it is to its user, in our messages and in those of others.
     members = {name: getattr(trainer_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return cast("type[Trainer]", type(trainer_class.__name__, (AdaptiveTraining, trainer_class), members))
+    ours = (one_loop.InOneLoop, AdaptiveTraining) if one_loop.IS_IN_USE else (AdaptiveTraining,)
+    return cast("type[Trainer]", type(trainer_class.__name__, (*ours, trainer_class), members))
 
 
 def adopt(
@@ -246,12 +248,6 @@ class AdaptiveTraining:
         with replaced(self.args, train_sampling_strategy="random") if replaces else contextlib.nullcontext():
             return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
 
-    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> Any:
-        shown = self.callback_handler.train_dataloader
-        if self.adaptive is not None and hasattr(shown, "set_epoch"):
-            shown.set_epoch(epoch)  # as Trainer tells the loader that it runs
-        return super()._run_epoch(*args, epoch=epoch, **kwargs)  # type: ignore[misc]
-
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         stock = super().create_scheduler  # type: ignore[misc]
         if self.adaptive is None or self.adaptive.schedule is None:
@@ -268,10 +264,10 @@ class AdaptiveTraining:
         batches = [batch.features for _, batch in zip(range(wanted), epoch_iterator, strict=False)]
         if not batches:
             return [], None
-        steps = [StepInputs() for _ in range(wanted - 1)]
-        for empty in steps:
-            empty.note(self._main_input, 0, 0)
-        return [*steps, StepInputs(batches)], None
+        steps = [*(StepInputs() for _ in range(wanted - 1)), StepInputs(batches)]
+        for inputs in steps:
+            inputs.note(self._main_input, 0, 0)
+        return steps, None
 
     @property
     def _main_input(self) -> str:

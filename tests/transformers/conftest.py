@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ def no_pages_and_no_speed(request: pytest.FixtureRequest) -> Iterator[None]:
         if "probes_by_speed" not in request.fixturenames:
             stack.enter_context(all_that_fits())
         yield
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # which Trainer before transformers 5 leaves set
 
 
 @pytest.fixture

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch.utils.data import IterableDataset
 
 from adaptive_batching import ConfigError, DoesNotFitError
+from adaptive_batching._transformers import older_versions
 from adaptive_batching._transformers.refusals import check_trainer
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 from tests.transformers import architectures, trainers
@@ -239,8 +241,8 @@ def test_a_loss_that_balances_experts_over_a_batch_is_refused(tmp_path: Path) ->
 
 
 def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(transformers.Trainer, "_prepare_for_training")
-    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.3'"):
+    monkeypatch.setattr(older_versions, "_VERSION", Version("4.56.2"))
+    with pytest.raises(ConfigError, match=r"4\.56\.2 is too old: pip install 'transformers>=4\.57'"):
         make_trainer(tmp_path, THREE)
 
 

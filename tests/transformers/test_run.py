@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError
 from adaptive_batching._step import forward_timer
@@ -204,7 +205,7 @@ def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_
     assert [each["learning_rate"] for each in losses(whole)] == pytest.approx(
         [3e-3 * (1 - e / 3) for e in before], 1e-4
     )
-    for step in (2, 4, 5):
+    for step in (2, 4, 5) if Version("5") <= Version(transformers.__version__) else (2, 4):  # see docs/works-with.md
         resumed = growing(tmp_path / f"from_{step}")
         resumed.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert_same(resumed, whole, losses)

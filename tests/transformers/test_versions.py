@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 from torch.nn import functional as F
 
 from adaptive_batching import ConfigError
-from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from adaptive_batching.transformers import AdaptiveArguments, adopt
+from tests.support import versions
 from tests.transformers import strangers, trainers
 
 HERE = Version(transformers.__version__)
@@ -32,14 +31,87 @@ def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def assert_alike(found: Any, expected: Any) -> None:
+    """Two trainers have logged the same, and have the same weights, up to rounding."""
+    trainers.assert_alike(found, expected)
+    assert versions.apart(found, expected)[1] < 1e-5
+
+
 def test_a_mean_in_compute_loss_func_trains_as_stock(tmp_path: Path, ours: AdaptiveArguments) -> None:
     made = [trainers.trained(tmp_path, each, compute_loss_func=mean, max_steps=4) for each in (ours, None)]
-    trainers.assert_alike(*made)
+    assert_alike(*made)
 
 
-def test_accumulated_batches_train_as_stock(tmp_path: Path, ours: AdaptiveArguments) -> None:
-    settings = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4)
-    trainers.assert_alike(*(trainers.trained(tmp_path, each, **settings) for each in (ours, None)))
+def test_accumulated_batches_train_evaluate_and_count_tokens_as_stock(tmp_path: Path, ours: AdaptiveArguments) -> None:
+    settings: dict[str, Any] = dict(
+        per_device_train_batch_size=4, gradient_accumulation_steps=3, num_train_epochs=2, data=trainers.make_data(26),
+        eval_dataset=trainers.make_data(9), eval_strategy="epoch", include_num_input_tokens_seen="non_padding",
+    )  # fmt: skip
+    found, expected = (trainers.trained(tmp_path, each, **settings) for each in (ours, None))
+    assert_alike(found, expected)
+    assert tokens_seen(found) == tokens_seen(expected)
+    logs = [run.state.log_history for run in (found, expected)]
+    evaluated = [[each["eval_loss"] for each in log if "eval_loss" in each] for log in logs]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+
+
+def tokens_seen(trainer: Any) -> list[int]:
+    return [each["num_input_tokens_seen"] for each in trainers.losses(trainer)]
+
+
+def test_tokens_are_counted_as_they_ran(tmp_path: Path) -> None:
+    """With ``all``, padding counts, of which parts have less than batches."""
+    settings: dict[str, Any] = dict(include_num_input_tokens_seen="all", num_train_epochs=1)
+    if "include_tokens_per_second" in transformers.TrainingArguments.__dataclass_fields__:  # before 5
+        settings["include_tokens_per_second"] = True
+    sizes = AdaptiveArguments(micro_batch_size=1), AdaptiveArguments(micro_batch_size=8), None
+    alone, together, stock = (trainers.trained(tmp_path, each, **settings) for each in sizes)
+    tokens = sum(len(sample["input_ids"]) for sample in trainers.make_data())
+    assert tokens == tokens_seen(alone)[-1] < tokens_seen(together)[-1] == tokens_seen(stock)[-1]
+
+
+@pytest.mark.skipif(Version("5.3") <= HERE, reason="transformers shards there")
+def test_a_model_that_is_to_be_sharded_is_refused_in_the_older_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainers.make_trainer(tmp_path)
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    with pytest.raises(ConfigError, match=r"FSDP2 needs transformers 5\.3 or later"):
+        adopt(trainer, "auto")
+
+
+class Looks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Looks into the loader that callbacks get."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(kwargs["train_dataloader"])
+
+    on_epoch_begin = on_train_begin
+
+
+def test_callbacks_get_the_loader_of_batches(tmp_path: Path) -> None:
+    looks = Looks()
+    trainers.trained(tmp_path, AdaptiveArguments(micro_batch_size=3), callbacks=[looks], num_train_epochs=1)
+    assert [type(next(iter(loader))) for loader in looks.seen] == [dict, dict]
+    assert [len(loader) for loader in looks.seen] == [5, 5]
+
+
+def test_a_run_goes_on_as_stock_does(tmp_path: Path) -> None:
+    """Within an epoch, at its end, and within the next."""
+    settings: dict[str, Any] = dict(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, data=trainers.make_data(24),
+    )  # fmt: skip
+    both = {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}
+    for name, ours in both.items():
+        trainers.trained(tmp_path / name, ours, save_strategy="steps", save_steps=1, **settings)
+    for step in (1, 3, 4):
+        made = [trainers.make_trainer(tmp_path / name, ours, **settings) for name, ours in both.items()]
+        for name, trainer in zip(both, made, strict=True):
+            trainer.train(resume_from_checkpoint=str(tmp_path / name / f"checkpoint-{step}"))
+        assert_alike(made[1], made[0])
 
 
 def test_a_term_beside_the_sum_over_all_targets_trains_as_stock_or_is_refused(tmp_path: Path) -> None:
@@ -47,7 +119,7 @@ def test_a_term_beside_the_sum_over_all_targets_trains_as_stock_or_is_refused(tm
         return trainers.trained(tmp_path, ours, kind=strangers.DecayedTrainer, max_steps=3)
 
     if Version("5.16") <= HERE:
-        trainers.assert_alike(make(AdaptiveArguments(micro_batch_size=3)), make(None))
+        assert_alike(make(AdaptiveArguments(micro_batch_size=3)), make(None))
     else:  # which counts the first label of a row, although it is no target
         with pytest.raises(ConfigError, match="times as large where Trainer passes num_items_in_batch"):
             make(AdaptiveArguments(micro_batch_size=3))
@@ -59,54 +131,24 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_where_t
         trainers.trained(tmp_path, AdaptiveArguments(micro_batch_size=3), model=strangers.dynamic_rope())
 
 
-def ids(chance: random.Random, most: int) -> list[int]:
-    return [chance.randrange(3, trainers.VOCABULARY) for _ in range(chance.randrange(3, most))]
-
-
-def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None, **more: Any) -> Any:
-    """Return a trainer of TRL's, trained for three steps; its data are tokens already in SFT, texts otherwise."""
+def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None, **settings: Any) -> Any:
     trl = pytest.importorskip("trl", reason="trl is not installed")
-    from datasets import Dataset
-
-    from tests.transformers.test_trl import make_tokenizer
-
     try:
-        made, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+        trainer = versions.make(kind, folder, ours, **settings)
     except RuntimeError as error:  # TRL 0.24 takes packages to be there that are not
         pytest.skip(f"TRL {trl.__version__} with transformers {HERE}: {error}")
-    chance, given = random.Random(0), {}
-    if kind == "SFT":
-        given["train_dataset"] = Dataset.from_list([{"input_ids": ids(chance, 24)} for _ in range(24)])
-    else:
-        rows = [
-            {key: " ".join(f"w{i}" for i in ids(chance, 12)) for key in ("prompt", "chosen", "rejected")}
-            for _ in range(24)
-        ]
-        given["train_dataset"] = Dataset.from_list(rows)
-    model = trainers.make_llama()
-    if kind == "Reward":
-        given["train_dataset"] = given["train_dataset"].remove_columns("prompt")
-        torch.manual_seed(0)
-        sizes = dict(num_labels=1, num_key_value_heads=2, pad_token_id=2, **trainers.SIZES)
-        model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes))
-    if kind == "DPO":
-        given["ref_model"] = trainers.make_llama()
-        model.warnings_issued = {}  # which TRL 0.24 asks for
-    settings = dict(max_length=32, max_steps=3, gradient_checkpointing=False, bf16=False, **more)
-    args = trainers.arguments(folder, config, **settings)
-    if ours is not None:
-        made, given["adaptive"] = adaptive(made), ours
-    trainer = made(model, args=args, processing_class=make_tokenizer(), **given)
     trainer.train()
     return trainer
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
 def test_a_trainer_of_trl_trains_as_stock(tmp_path: Path, kind: str) -> None:
-    found, expected = of_trl(kind, tmp_path, AdaptiveArguments(micro_batch_size=3)), of_trl(kind, tmp_path, None)
-    trainers.assert_alike(found, expected)
-    if kind == "SFT":  # DPO's is over the tokens of both answers, of which parts are no whole
-        trainers.assert_alike(found, expected, 1e-4, keys=("mean_token_accuracy", "num_tokens"))
+    expected = of_trl(kind, tmp_path, None)
+    for size in ("auto", 2):
+        found = of_trl(kind, tmp_path, AdaptiveArguments(micro_batch_size=size))
+        assert_alike(found, expected)
+        if kind == "SFT":  # DPO's is over the tokens of both answers, of which parts are no whole
+            trainers.assert_alike(found, expected, 1e-4, keys=("mean_token_accuracy", "num_tokens"))
 
 
 def test_means_of_pairs_are_not_said_to_be_added_up_where_trainer_divides_them(
@@ -114,5 +156,5 @@ def test_means_of_pairs_are_not_said_to_be_added_up_where_trainer_divides_them(
 ) -> None:
     settings = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     ours = [AdaptiveArguments(micro_batch_size=3), None]
-    trainers.assert_alike(*(of_trl("Reward", tmp_path, each, **settings) for each in ours))
+    assert_alike(*(of_trl("Reward", tmp_path, each, **settings) for each in ours))
     assert "adds up the means" not in caplog.text
