@@ -95,8 +95,17 @@ class EvaluationInParts:
         )
         order = [part.samples for part in parts]
         of_all = of_loss.takes_number and self._number_was_asked_for
+        if of_loss.takes_number and not of_all:
+            weights = [self._divided_by(part, weight) for part, weight in zip(parts, weights, strict=True)]
         loss = _sum(losses, [1.0] * len(losses)) if of_all else _mean(losses, weights)
         return loss, _joined(logits, order), _joined(labels, order)
+
+    def _divided_by(self, part: _Part, targets: float) -> float:
+        """Return what ``Trainer`` divides the sum of a part by: before transformers 5.16, not the number of targets."""
+        if self._trainer.args.world_size > 1:
+            return targets
+        number = self._trainer._get_num_items_in_batch([part.batch], self._trainer.args.device)
+        return targets if number is None else float(number)
 
     @contextlib.contextmanager
     def _number_of_all(self, samples: list[Sample]) -> Iterator[None]:

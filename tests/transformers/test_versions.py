@@ -55,6 +55,16 @@ def test_accumulated_batches_train_evaluate_and_count_tokens_as_stock(tmp_path: 
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
 
 
+def test_an_evaluation_that_runs_out_of_memory_gives_the_loss_of_stock(tmp_path: Path) -> None:
+    found, expected = (
+        trainers.make_trainer(tmp_path, each, eval_dataset=trainers.make_data(16))
+        for each in (AdaptiveArguments(micro_batch_size=3), None)
+    )
+    short = trainers.OutOfMemory(found.model, 60, in_training=False)
+    assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-6)
+    assert short.failures
+
+
 def tokens_seen(trainer: Any) -> list[int]:
     return [each["num_input_tokens_seen"] for each in trainers.losses(trainer)]
 
