@@ -91,7 +91,7 @@ $(VENV)-%/.framework: $(VENV)-%/.stack
 	cd $(@D)/lib/python3*/site-packages && mkdir -p torchaudio && echo '__version__ = "0"' > torchaudio/__init__.py
 	touch $@
 
-$(VENV)-%/.stack: pyproject.toml $(call installed,dev)
+$(VENV)-%/.stack: pyproject.toml Makefile $(call installed,dev)
 	$(BASE_PYTHON) -m venv $(@D)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
