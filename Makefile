@@ -59,7 +59,7 @@ PINS_axolotl := transformers==5.16.1 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 
 PINS_llamafactory := transformers==5.6.0 trl==0.24.0 accelerate==1.11.0 peft==0.18.1 datasets==4.0.0
 PINS_swift := transformers==5.16.1 trl==0.29.1 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4
 STACK_TESTS := tests/transformers/test_versions.py \
-	tests/transformers/test_run.py::test_the_maximum_is_what_the_run_trains_with \
+	'tests/transformers/test_run.py::test_the_maximum_is_what_the_run_trains_with[2]' \
 	tests/transformers/test_run.py::test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_left
 stacks = $(addprefix $(VENV)-,$(addsuffix /.$(1),$(2)))
 run_stacks = @for stack in $^; do echo "$$stack"; PYTHONPATH=. $${stack%/.*}/bin/python -m pytest \

@@ -98,7 +98,7 @@ def _in_steps(of_samples: Any, of_batches: Any, trainer: Any) -> Any:
         return steps * int(trainer.args.gradient_accumulation_steps)
 
     kind = type(of_samples)
-    made = object.__new__(type(kind.__name__, (kind,), {"__len__": length}))
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"__len__": length}))
     vars(made).update(vars(of_samples), of_batches=of_batches)
     return made
 
