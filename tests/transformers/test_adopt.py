@@ -107,7 +107,7 @@ with without_pages():
     settings = {"auto_find_batch_size": True} if what == "refused" else {}
     trainer = trainers.trained(folder, max_steps=2, **settings)
     found = [sum(float(v.double().sum()) for v in trainer.model.state_dict().values()), trainers.losses(trainer)]
-print(json.dumps([type(trainer).__mro__[1].__name__, found]))
+print(json.dumps([[each.__name__ for each in type(trainer).__mro__], found]))
 """
 
 
@@ -124,8 +124,8 @@ def test_a_command_trains_adaptively_or_as_it_would_with_a_line_that_says_why(tm
     found = run_command("--settings", "micro_batch_size=3", "--", *training, "adaptive")
     assert found.returncode == 0, found.stderr
     assert "adaptive-batching run: Trainer is adaptive (micro_batch_size=3)" in found.stderr
-    base, (weights, losses) = json.loads(found.stdout.splitlines()[-1])
-    assert base == "AdaptiveTraining"
+    bases, (weights, losses) = json.loads(found.stdout.splitlines()[-1])
+    assert "AdaptiveTraining" in bases
     stock = trained(tmp_path / "stock", max_steps=2)
     assert losses[0]["loss"] == pytest.approx(trainers.losses(stock)[0]["loss"], rel=1e-6)
     assert weights == pytest.approx(sum(float(v.double().sum()) for v in trainers.weights(stock).values()), rel=1e-6)
@@ -133,7 +133,7 @@ def test_a_command_trains_adaptively_or_as_it_would_with_a_line_that_says_why(tm
     refused = run_command("--", *training, "refused")
     assert refused.returncode == 0, refused.stderr
     assert "Trainer trains without adaptive batching: auto_find_batch_size=True" in refused.stderr
-    assert json.loads(refused.stdout.splitlines()[-1])[0] != "AdaptiveTraining"
+    assert "AdaptiveTraining" not in json.loads(refused.stdout.splitlines()[-1])[0]
 
 
 @pytest.mark.parametrize(
