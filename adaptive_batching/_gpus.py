@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import ConfigError, MemoryAmount
 
 GIB = 2**30
 
@@ -203,6 +204,18 @@ def find_gpus(name: str) -> list[Gpu]:
     kind = "known" if candidates is GPUS else "the closest"
     names = ", ".join(gpu.name for gpu in candidates)
     raise ConfigError(f"--gpu {name!r} is unknown; {kind}: {names}; or give its memory, such as --memory 24GiB")
+
+
+def gpu_memory(text: str) -> int:
+    """Return the bytes that ``--memory`` stands for.
+
+    Raises:
+        ConfigError: If it is no amount of memory.
+    """
+    with contextlib.suppress(ConfigError):
+        if num_bytes := MemoryAmount.parse("--memory", text).num_bytes:
+            return num_bytes
+    raise ConfigError(f"--memory {text} is not a memory size; write 24GiB, or 24")
 
 
 def read_card(path: Path) -> Gpu:

@@ -13,8 +13,8 @@ from typing import Any
 from adaptive_batching._dry_run.ends import condition_on_a_value
 from adaptive_batching._dry_run.process_work import ProcessWork, read_works
 from adaptive_batching._dry_run.times import time_as_object, time_in_words
+from adaptive_batching._dry_run.verdict import Answer, outside_of_allocator
 from adaptive_batching._gpus import Gpu
-from adaptive_batching._plan import Answer, outside_of_allocator
 from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
 from adaptive_batching._step_time.seconds import SLOW_HOST, UNCORRECTED, Correction, StepSeconds, seconds_of_step
 from adaptive_batching._values import DRY_RUN, memory_size
@@ -201,8 +201,9 @@ class DryRun:
 
     @property
     def survived(self) -> int:
-        """Times that the script ran out of memory and went on."""
-        return sum(len(process["out_of_memory"]) for process in self.processes) - (self.failure is not None)
+        """Times that the script ran out of memory in training and went on: a probe of ours may."""
+        failed = [each for process in self.processes for each in process["out_of_memory"] if not each["in_probe"]]
+        return len(failed) - (self.failure is not None and not self.failure["in_probe"])
 
     @property
     def answer(self) -> Answer:
@@ -359,7 +360,7 @@ def in_words(run: DryRun, length: RunLength = NO_LENGTH) -> list[str]:
         lines = [f"{run.answer}: {run.card}, {steps} ({seconds})"]
     if worst is None:
         return lines
-    lines += _peak(run, worst)
+    lines += peak_in_words(run)
     if worst["steps"]:
         step = worst["steps"][-1]
         asked = [f"{word} {step[name]:,}" for name, word in _ASKED.items()]
@@ -402,7 +403,10 @@ def _failure(failure: dict[str, Any]) -> list[str]:
     return lines + ([_row("because", "; and ".join(causes))] if causes else [])
 
 
-def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
+def peak_in_words(run: DryRun) -> list[str]:
+    """Return the peak of a run that has used a device, and what held it, in lines."""
+    worst = run.worst
+    assert worst is not None
     peaks, history = worst["peaks"], worst.get("history")
     which = f"rank {worst['rank']} of {len(run.processes)}, " if len(run.processes) > 1 else ""
     both = f"{memory_size(peaks['allocated'])} allocated, {memory_size(peaks['reserved'])} reserved"

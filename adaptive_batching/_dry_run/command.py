@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._dry_run import FOLDER, STEPS, TIME
-from adaptive_batching._dry_run.answer import (
-    VERSION,
-    Card,
-    DryRun,
-    Ending,
-    as_object,
-    in_words,
-    processes_in,
-    read_dry_run,
-)
+from adaptive_batching._dry_run.answer import VERSION, DryRun, as_object, in_words
 from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
 from adaptive_batching._dry_run.compared import Column, compare
-from adaptive_batching._dry_run.dry import offline
-from adaptive_batching._emulated_device import (
-    MOST_DEVICES,
-    BuildError,
-    EmulatedDevice,
-    parse_capability,
-    write_nvidia_smi,
-)
-from adaptive_batching._gpus import Gpu, find_gpus, read_card
-from adaptive_batching._plan import gpu_memory
+from adaptive_batching._dry_run.largest import MOST, largest_that_fits
+from adaptive_batching._dry_run.on_cards import Launch
+from adaptive_batching._dry_run.verdict import Answer
+from adaptive_batching._emulated_device import BuildError, parse_capability
+from adaptive_batching._gpus import Gpu, find_gpus, gpu_memory, read_card
 from adaptive_batching._step_time.forecast import RunLength
 from adaptive_batching._step_time.seconds import Correction
 from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code
-GRACE_OF_CLEANERS = 3.0  # seconds
-GRACE = 10  # seconds that a script has to end after an interrupt
 # Of which each process gets a card of its own
 _LAUNCHERS = (
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
     "deepspeed", "tune", "trl", "axolotl", "adaptive-batching",
 )  # fmt: skip
 _STARTED = re.compile(r" --(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus)[= ](\d+) ")
-_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")  # remove shared memory that others have left
-HINT = 20  # seconds without a step after which a user hears of it
-BATCH_SIZE = "{batch_size}"  # in a command, for each of --batch-sizes
+BATCH_SIZE = "{batch_size}"  # in a command, for each of --batch-sizes or --largest
 _EXAMPLES = """examples:
   {prog} --gpu 4090 -- python train.py --batch-size 8
   {prog} --gpu 4090 --gpu H100 --price 0.4 --price 2.5 --epochs 3 -- python train.py
+  {prog} --gpu 4090 --largest -- python train.py --batch-size {{batch_size}}
   {prog} --gpu H100 --devices 8 -- torchrun --nproc_per_node 8 train.py
   {prog} --gpu A100 lora_finetune_single_device --config llama3_1/8B_lora_single_device
 
@@ -101,8 +78,12 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
         "--max-seconds", type=float, default=300, metavar="S",
         help="stop a script that takes no step for so long (default: 300)",
     )  # fmt: skip
-    parser.add_argument(
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
         "--batch-sizes", metavar="4,8,16", help="compare these: '{batch_size}' in COMMAND, batch_size of a recipe"
+    )
+    sizes.add_argument(
+        "--largest", action="store_true", help=f"find the largest of them that fits, up to {MOST:,}, by several runs"
     )
     times = parser.add_argument_group("time")
     times.add_argument("--no-time", dest="time", action="store_false", help="do not say how long a step takes")
@@ -133,14 +114,22 @@ def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
         args.devices = _devices(args)
         columns, correction = _columns(args), _checked(args)
         runs: list[DryRun] = []
-        for number, column in enumerate(columns):
-            if len(columns) > 1:
-                print(f"dry-run: {column.name} ({number + 1} of {len(columns)})", file=sys.stderr, flush=True)
+
+        def run_column(column: Column, note: str) -> DryRun:
+            nonlocal correction
+            if note:
+                print(f"dry-run: {column.name}{note}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
                 run = _dry_run(args, column, command_of_recipe, Path(folder))
             if args.calibrate is not None and not runs:
                 correction = corrected_by(args.calibrate, run)
             runs.append(replace(run, correction=correction))
+            return runs[-1]
+
+        if args.largest:
+            return _largest(args, columns, run_column)
+        for number, column in enumerate(columns):
+            run_column(column, f" ({number + 1} of {len(columns)})" if len(columns) > 1 else "")
         if args.page is not None:
             from adaptive_batching._dry_run.picture import write_page
 
@@ -161,6 +150,37 @@ def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
     return min(runs, key=lambda run: run.card.memory_bytes).answer.value
 
 
+def _largest(args: argparse.Namespace, columns: Sequence[Column], run: Callable[[Column, str], DryRun]) -> int:
+    """Find the largest batch size that fits by dry runs, print the sizes that ran, and return the exit code."""
+    ran: dict[int, tuple[Column, DryRun]] = {}
+
+    def fits(size: int) -> bool:
+        column = replace(columns[0], name=f"batch size {size}", batch_size=size)
+        ran[size] = column, run(column, f" ({len(ran) + 1})")
+        if ran[size][1].answer is Answer.CANNOT_TELL:
+            raise _CannotTellError(f"at a batch size of {size}, {ran[size][1].why_not}")
+        return ran[size][1].answer is Answer.FITS
+
+    try:
+        largest = largest_that_fits(fits)
+    except _CannotTellError as error:
+        shown = {"version": VERSION, "answer": str(Answer.CANNOT_TELL), "largest": None, "why": str(error)}
+        print(json.dumps(shown) if args.json else f"{Answer.CANNOT_TELL}: {error}")
+        return Answer.CANNOT_TELL.value
+    found, lines = compare(*zip(*(ran[size] for size in sorted(ran)), strict=True))
+    said = f"the largest batch size that fits is {largest}" if largest else "not even a batch size of 1 fits"
+    print(
+        json.dumps({"version": VERSION, **found, "largest": largest})
+        if args.json
+        else "\n".join(["", *lines, "", said])
+    )
+    return (Answer.FITS if largest else Answer.DOES_NOT_FIT).value
+
+
+class _CannotTellError(RuntimeError):
+    """Raised where a dry run has no answer, without which the next size to try is not known."""
+
+
 def _columns(args: argparse.Namespace) -> list[Column]:
     """Return the cards, or the sizes on one card, that are to be compared; most often it is one."""
     cards: list[Gpu | None] = [min(find_gpus(name), key=lambda gpu: gpu.memory_bytes) for name in args.gpu]
@@ -172,6 +192,8 @@ def _columns(args: argparse.Namespace) -> list[Column]:
         raise ConfigError(f"--price is given {len(args.price)} times for {len(cards)} cards; give one, or one for each")
     prices = args.price * len(cards) if len(args.price) == 1 else args.price or [None] * len(cards)
     lengths = [RunLength(args.epochs, args.steps_in_all, args.tokens, price) for price in prices]
+    if args.largest and len(cards) > 1:
+        raise ConfigError(f"--largest is found on one card, and {len(cards)} are given")
     if args.batch_sizes is None:
         return [
             Column(card.name if card else f"--memory {args.memory}", card, length, None)
@@ -216,9 +238,6 @@ def _checked(args: argparse.Namespace) -> Correction:
 
 
 def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
-    machine = folder / "machine"
-    machine.mkdir()
-    device, card = _device(args, column.gpu, machine)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
@@ -227,53 +246,29 @@ def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: Comman
         raise ConfigError(
             f"--epochs {args.epochs:g}: other data stand in for a recipe's; give --steps-in-all or --tokens"
         )
+    launch = Launch(
+        column.gpu, 0 if column.gpu is not None else gpu_memory(args.memory),
+        capability=None if args.capability is None else parse_capability(args.capability), devices=args.devices,
+        steps=sys.maxsize if args.whole else args.steps, notes_work=args.time and not args.whole,
+        max_seconds=args.max_seconds, begun=args.begun, output=sys.stderr.fileno() if args.json else None,
+    )  # fmt: skip
     if column.batch_size is not None:
-        command = _at_batch_size(command, column.batch_size, is_recipe=is_recipe)
+        option = "--largest" if args.largest else "--batch-sizes"
+        command = _at_batch_size(command, column.batch_size, option, is_recipe=is_recipe)
     if is_recipe:
         command = command_of_recipe(command, folder, args.devices, args.sequence_length)
-    notes = folder / "processes"
-    notes.mkdir()
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    steps = sys.maxsize if args.whole else args.steps
-    write_nvidia_smi(folder / "bin")
-    environment = _environment(device.environment(os.environ), notes, steps, folder / "bin")
-    environment |= {**offline(scratch), "EMULATED_DEVICE_KEEPS_BEFORE": f"{args.begun:.6f}"}
-    if args.time and not args.whole and column.gpu is not None:
-        environment[TIME] = "1"
-    ending = _end_of(command, environment, notes, args.max_seconds, to_stderr=args.json)
-    if is_recipe and ending.exit_code == MISTAKE:
+    run = launch.run(command, folder)
+    if is_recipe and run.ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which
-    list_of_kept = machine / "kept"
-    kept = dict.fromkeys(list_of_kept.read_text(errors="replace").splitlines()) if list_of_kept.exists() else ()
-    return read_dry_run(notes, card, ending, notes_work=TIME in environment, kept=[*kept])
+    return run
 
 
-def _at_batch_size(command: list[str], size: int, *, is_recipe: bool) -> list[str]:
+def _at_batch_size(command: list[str], size: int, option: str, *, is_recipe: bool) -> list[str]:
     if any(BATCH_SIZE in part for part in command):
         return [part.replace(BATCH_SIZE, str(size)) for part in command]
     if not is_recipe:
-        raise ConfigError(f"--batch-sizes needs {BATCH_SIZE} in the command, such as: --batch-size {BATCH_SIZE}")
+        raise ConfigError(f"{option} needs {BATCH_SIZE} in the command, such as: --batch-size {BATCH_SIZE}")
     return [*command, f"batch_size={size}"]
-
-
-def _device(args: argparse.Namespace, gpu: Gpu | None, machine: Path) -> tuple[EmulatedDevice, Card]:
-    """Return the device that the command line asks for: of a name that is several cards, the smallest."""
-    capability, processors = (8, 0), 108
-    device_name = "emulated device"
-    if gpu is not None:
-        name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
-        device_name = gpu.device_name
-    else:
-        name, memory = "card", gpu_memory(args.memory)
-    if args.capability is not None:
-        capability = parse_capability(args.capability)
-    if not 1 <= args.devices <= MOST_DEVICES:
-        raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
-    device = EmulatedDevice(
-        memory, count=args.devices, capability=capability, processors=processors, machine=machine, name=device_name
-    )
-    return device, Card(name, memory, device.context_bytes, gpu)
 
 
 def _devices(args: argparse.Namespace) -> int:
@@ -290,144 +285,3 @@ def _of_launcher(command: Sequence[str]) -> list[str]:
     at = next((n for n, word in enumerate(words) if Path(word).name in _LAUNCHERS), len(words))
     scripts = (n for n, word in enumerate(words) if word.endswith(".py") or (n > at and word in ("-m", "--module")))
     return words[at + 1 : next(scripts, len(words))]
-
-
-def _environment(on_device: Mapping[str, str], notes: Path, steps: int, programs: Path) -> dict[str, str]:
-    """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
-    hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
-    own = {
-        "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch",
-        "EMULATED_DEVICE_WATCH_ERRORS": "adaptive_batching._dry_run.errors",
-        "EMULATED_DEVICE_PREPARES": "adaptive_batching._dry_run.dry", FOLDER: str(notes), STEPS: str(steps),
-        "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
-    }  # fmt: skip
-    return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}
-
-
-def _end_of(
-    command: list[str], environment: Mapping[str, str], notes: Path, max_seconds: float, *, to_stderr: bool
-) -> Ending:
-    """Run a command to its end, or until it has taken no step for so many seconds, and end what it has started."""
-    begun = time.perf_counter()
-    interrupted, waited = False, None
-    output = sys.stderr if to_stderr else None
-    others = _descendants(os.getpid())
-    with _interruptible(), _orphans_adopted():
-        try:
-            child = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output)
-        except OSError as error:
-            line = f"{command[0]} cannot be run ({error.strerror}); name a program after --"
-            raise ConfigError(line) from None
-        try:
-            if not _wait_for(child, notes, max_seconds):
-                waited = max_seconds
-                _interrupt(child)
-        except KeyboardInterrupt:
-            interrupted = True
-            _interrupt(child)
-        finally:
-            _end_all(child, others)
-    return Ending(child.returncode, interrupted, time.perf_counter() - begun, waited)
-
-
-def _end_all(child: subprocess.Popen[bytes], others: Sequence[int]) -> None:
-    """End all that a command has started, also in sessions of their own, as torchrun's workers are.
-
-    What removes the shared memory of processes that are gone ends by itself, and is given a moment for it.
-    """
-    deadline = time.monotonic() + GRACE_OF_CLEANERS
-    while (left := set(_descendants(os.getpid())) - {*others}) and time.monotonic() < deadline + GRACE:
-        for process in left:
-            if time.monotonic() > deadline or not _is_cleaner(process):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            if process != child.pid:
-                with contextlib.suppress(ChildProcessError):  # not ours before its parent has ended
-                    os.waitpid(process, os.WNOHANG)
-        child.poll()
-        time.sleep(0.02)
-    child.wait()
-
-
-def _descendants(process: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have, except what is not yet waited for."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(folder.name))
-    found = [*children.get(process, [])]
-    for each in found:
-        found += children.get(each, [])
-    return found
-
-
-def _is_cleaner(process: int) -> bool:
-    try:
-        command = Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return any(name in command for name in _CLEANERS)
-
-
-@contextlib.contextmanager
-def _orphans_adopted() -> Iterator[None]:
-    """Have what a script leaves running become a child of this process, by which it is found."""
-    set_child_subreaper = 36  # linux/prctl.h
-    set_to = ctypes.CDLL(None).prctl
-    set_to(set_child_subreaper, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        set_to(set_child_subreaper, 0, 0, 0, 0)
-
-
-def _wait_for(child: subprocess.Popen[bytes], notes: Path, max_seconds: float) -> bool:
-    """Wait for a script's end; False if it takes no step for so many seconds. Say early that none was seen."""
-    since = time.monotonic()
-    steps, hinted = 0, False
-    while True:
-        try:
-            child.wait(0.5)
-            return True
-        except subprocess.TimeoutExpired:
-            taken = sum(len(process["steps"]) for process in processes_in(notes))
-            waited = time.monotonic() - since
-            if taken > steps:
-                steps, since = taken, time.monotonic()
-            elif waited >= max_seconds:
-                return False
-            elif not steps and not hinted and waited >= HINT:
-                hinted = True
-                line = f"dry-run: no step of an optimizer of torch.optim in {HINT} s"
-                print(
-                    f"{line}; without one the script is stopped after {max_seconds:g} s (--max-seconds)",
-                    file=sys.stderr,
-                )
-
-
-def _interrupt(child: subprocess.Popen[bytes]) -> None:
-    """Ask a script to end, and wait for it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-        child.wait(GRACE)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Have SIGINT and SIGTERM raise KeyboardInterrupt, even where a shell that runs this in the background ignores one.
-
-    What is started inside does not ignore them either: a handler is no longer there after exec, an ignored signal is.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

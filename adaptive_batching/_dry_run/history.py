@@ -71,6 +71,8 @@ class Moments:
     """Ends of steps."""
     until: int | None = None
     """The last to look at; None for all."""
+    since: int | None = None
+    """The first at which a peak counts; None for all. A probe, which has tried more than training takes, ran before."""
 
 
 @dataclass
@@ -100,7 +102,7 @@ def read_history(
     """
     if moments.until is not None:
         events = [event for event in events if event["time_us"] <= moments.until]
-    allocations, peak_at = _allocations(events, labels)
+    allocations, peak_at = _allocations(events, labels, moments.since or 0)
     for allocation, freed in allocations:
         freed_us = events[freed]["time_us"] if freed < len(events) else None
         allocation.category = allocation.category or _category_of(allocation, freed_us, moments, workspace)
@@ -119,7 +121,9 @@ def read_history(
     return history
 
 
-def _allocations(events: Sequence[Event], labels: Sequence[Labels]) -> tuple[list[tuple[Allocation, int]], int | None]:
+def _allocations(
+    events: Sequence[Event], labels: Sequence[Labels], since: int
+) -> tuple[list[tuple[Allocation, int]], int | None]:
     """Return each allocation with the number of the event that freed it, and the number of that at the peak."""
     live: dict[int, Allocation] = {}
     done: list[tuple[Allocation, int]] = []
@@ -133,7 +137,7 @@ def _allocations(events: Sequence[Event], labels: Sequence[Labels]) -> tuple[lis
             size = -(-event["size"] // BLOCK) * BLOCK
             live[event["addr"]] = Allocation(size, number, event["time_us"], event.get("frames") or ())
             now += size
-            if now > most:
+            if now > most and event["time_us"] >= since:
                 most, peak_at = now, number
         elif event["action"] == "free_requested" and event["addr"] in live:
             freed = live.pop(event["addr"])

@@ -98,6 +98,9 @@ class Watch:
         self._inputs = Inputs()
         self._peaks: dict[int, dict[str, int]] = {}  # of each device, of what has been reset since
         self._reserved_now: dict[int, int] = {}  # of each device
+        self._retries_of_probe: dict[int, int] = {}  # of each device
+        self._counts_probe = False  # while the allocator's peaks are those of a probe of ours, which is no training
+        self._probed_us: int | None = None  # when a step of a probe was last seen
         self.trouble: str | None = None  # why something is missing from the report
         self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
@@ -145,6 +148,9 @@ class Watch:
 
         def keep_and_reset(device: int) -> None:  # as a script does that prints the peak of each step
             self._keep_peaks()
+            self._counts_probe = is_rehearsing()
+            if self._counts_probe:
+                self._retries_of_probe[device] = int(torch.cuda.memory_stats(device)["num_alloc_retries"])
             reset(device)
 
         torch._C._cuda_resetPeakMemoryStats = keep_and_reset
@@ -174,6 +180,7 @@ class Watch:
     @_harmless
     def _before_step(self, optimizer: Optimizer) -> None:
         if _is_rehearsal(optimizer):
+            self._probed_us = _now_us()
             return
         self._script.before_step(optimizer)
         self._called_us[optimizer] = _now_us()
@@ -183,9 +190,12 @@ class Watch:
 
     @_harmless
     def _after_step(self, optimizer: Optimizer) -> None:
-        if not _uses_device() or os.getpid() != self._process or _is_rehearsal(optimizer):
+        if not _uses_device() or os.getpid() != self._process:
             return
         now = _now_us()
+        if _is_rehearsal(optimizer):
+            self._probed_us = now
+            return
         self._calls.append((self._called_us.get(optimizer, now), now))
         if self._script.is_idle(optimizer):
             if not self._ends_us and self._script.idle_in_row >= self._most_steps:
@@ -211,6 +221,7 @@ class Watch:
             self._stop_with_work()
         self._label()
         self._ends_us.append(_now_us())
+        self._counts_probe = False
         self._starts.note(torch.cuda.memory_allocated())
         self._counters.append(control.counters())
         self._write(ended=False)
@@ -289,7 +300,7 @@ class Watch:
 
     @_harmless
     def _keep_peaks(self) -> None:
-        if not _uses_device():
+        if not _uses_device() or self._counts_probe:
             return
         for device in range(torch.cuda.device_count()):
             stats = torch.cuda.memory_stats(device)
@@ -298,7 +309,7 @@ class Watch:
             peaks = self._peaks.setdefault(device, {})
             for name, key in (("allocated", "allocated_bytes.all.peak"), ("reserved", "reserved_bytes.all.peak")):
                 peaks[name] = max(peaks.get(name, 0), int(stats[key]))
-            peaks["retries"] = int(stats["num_alloc_retries"])
+            peaks["retries"] = int(stats["num_alloc_retries"]) - self._retries_of_probe.get(device, 0)
             self._reserved_now[device] = int(stats["reserved_bytes.all.current"])
 
     @_harmless
@@ -314,8 +325,11 @@ class Watch:
         shortage = Shortage(asked, max(min(free, allowed), 0), allocated, reserved)
         setting = allocator_advice(torch.device("cuda", device))
         self._label()
+        if is_rehearsing():
+            self._probed_us = _now_us()
         self._out_of_memory.append({
             "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
+            "in_probe": is_rehearsing(),
             "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
             "in_training": torch.is_grad_enabled() or any(_OF_TRAINING.search(frame["filename"]) for frame in stack),
             "passes": self._script.passes, "started": control.started_and_waited()[0],
@@ -355,6 +369,8 @@ class Watch:
             if self._is_written:
                 return
             self._is_written = ended
+            if ended and not self._ends_us:  # a script that has not come further than its probe
+                self._counts_probe = False
             self._keep_peaks()
             device = max(self._peaks, key=lambda index: self._peaks[index]["reserved"], default=0)
             steps = [asdict(end - begin) for begin, end in zip(self._counters, self._counters[1:], strict=False)]
@@ -387,7 +403,7 @@ class Watch:
         traces = torch.cuda.memory._snapshot()["device_traces"]
         of_device = traces[device] if device < len(traces) else []
         until = failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None
-        moments = Moments(self._calls, self._ends_us, until)
+        moments = Moments(self._calls, self._ends_us, until, since=self._probed_us if self._ends_us else None)
         history = read_history(of_device, self._labels, moments, workspace_bytes(device))
         frames = history.peak_frames
         return {

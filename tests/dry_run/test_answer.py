@@ -13,9 +13,9 @@ from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, i
 from adaptive_batching._dry_run.compared import Column
 from adaptive_batching._dry_run.picture import write_page
 from adaptive_batching._dry_run.process_work import Counts, ProcessWork
+from adaptive_batching._dry_run.verdict import Answer
 from adaptive_batching._emulated_device.control import Counters
 from adaptive_batching._gpus import find_gpus
-from adaptive_batching._plan import Answer
 from adaptive_batching._step_time.forecast import NO_LENGTH
 from adaptive_batching._step_time.step_work import StepWork
 from tests.support.html import check_that_it_asks_for_nothing, read_page
@@ -37,6 +37,7 @@ FAILED = {
     "device": 0, "asked_bytes": 2 * GIB, "step": 1, "time_us": 5, "in_backward": True, "line": "train.py:7 main",
     "where": "backward pass", "stack": [f"models/llama.py:{n} forward" for n in range(20)], "allocated_bytes": 1,
     "reserved_bytes": 1, "causes": [None, "input_ids is [1, 9]"], "in_training": True, "passes": 0, "started": 70,
+    "in_probe": False,
 }  # fmt: skip
 
 

@@ -43,13 +43,13 @@ def main(layers=8, rows=64):
 """
 
 
-def start(arguments: list[str], folder: Path, **options: Any) -> subprocess.Popen[str]:
+def start(arguments: list[str], folder: Path, *, command: str = "dry-run", **options: Any) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EMULATED_DEVICE")}
     environment |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     del environment["LD_PRELOAD"]
-    command = [sys.executable, "-m", "adaptive_batching", "dry-run", *arguments]
+    line = [sys.executable, "-m", "adaptive_batching", command, *arguments]
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        line, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
 
 
@@ -117,6 +117,24 @@ def test_workspaces_of_cublas_are_named_whatever_their_size(tmp_path: Path) -> N
     chosen = "import os\nos.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:4'\n"
     found, _ = dry_run(tmp_path, "--gpu", "4090", "--steps", "2", code=chosen + TRAIN + "main(2)")
     assert found["peak"]["categories"]["cuBLAS workspaces"] == 2 * 16 * MIB  # one of each thread that computes
+
+
+def test_the_largest_batch_size_that_fits_is_found_by_dry_runs(tmp_path: Path) -> None:
+    """Of a batch that holds 100 MiB a row, eight rows fit in a GiB beside CUDA's context, and nine do not."""
+    code = """
+import sys
+held = torch.empty(int(sys.argv[1]) * 100 * 2**20, dtype=torch.uint8, device="cuda")
+main(layers=1)
+"""
+    (tmp_path / "train.py").write_text(MODEL + TRAIN + code)
+    line = ["--json", "--largest", "--memory", "1760MiB", "--steps", "1", "--", "python", "train.py", "{batch_size}"]
+    process = start(line, tmp_path)
+    printed, said = process.communicate(timeout=300)
+    found = json.loads(printed)
+    assert (process.returncode, found["largest"]) == (0, 8), said
+    answers = {run["batch_size"]: run["answer"] for run in found["runs"]}
+    assert [*answers] == [1, 2, 4, 8, 9, 10, 12, 16] and set(list(answers.values())[:4]) == {"fits"}
+    assert "fits" not in list(answers.values())[4:] and answers[16] == "does not fit"
 
 
 def test_what_a_script_survives_is_no_failure(tmp_path: Path) -> None:
@@ -512,6 +530,7 @@ def test_a_recipe_needs_no_files_and_is_probed_for_real(tmp_path: Path) -> None:
     assert 0.5 * found["memory_bytes"] < found["peak_reserved_bytes"] < found["memory_bytes"]
     kinds = found["peak"]["categories"]
     assert kinds["weights"] == pytest.approx(2 * 1_278_281_728, rel=1e-3)  # bfloat16, adapters included
+    assert kinds["optimizer states"] > 0 and found["out_of_memory_survived"] == 0, "of training, not of its probe"
 
 
 SMALL = (
