@@ -127,7 +127,6 @@ bench: $(call installed,bench)
 	$(RUN) benchmarks/epoch_time.py
 	$(RUN) benchmarks/epoch_time.py --recipe dpo kd
 	$(RUN) benchmarks/first_minutes.py
-	$(RUN) benchmarks/published_memory.py
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/distributed_overhead.py
 	$(RUN) benchmarks/growth_quality.py

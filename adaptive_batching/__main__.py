@@ -29,7 +29,7 @@ from adaptive_batching._values import Mistake, install_extra, told
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
 OF_TORCHTUNE = {
-    "plan": ("plan.plan_command", "Say whether a torchtune config fits on a GPU, and what would help, without a GPU."),
+    "plan": ("cli.plan", "Say the largest batch of a torchtune config that fits a GPU, and its time, without a GPU."),
     "quickstart": ("cli.commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
     "probe": ("cli.commands", "Find the largest batch of a config on this machine, and stop before training."),
     "run": ("cli.commands", "Run a torchtune recipe, as 'tune run' does, or with run -- COMMAND any Trainer script."),
@@ -44,7 +44,8 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
     def add(subparsers: Any, prog: str) -> None:
         try:
             module = importlib.import_module(f"adaptive_batching._torchtune.{OF_TORCHTUNE[name][0]}")
-            register()
+            if name != "plan":  # which reads their names alone
+                register()
         except ModuleNotFoundError as error:
             raise Mistake(f"error: {name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
         except ImportError as error:  # a name that another version has not

@@ -24,10 +24,8 @@ PRIVATE = {
     "torch.utils._pytree.tree_unflatten": "puts results of a compiled layer together",
     "torch._C._current_autograd_node": "follows offloaded activations, in a trace",
     "torch._C._storage_Use_Count": "follows offloaded activations, in a trace",
-    # A plan
-    "torch.nn.modules.module._IncompatibleKeys": "is what loading weights returns",
+    # A plan, and a check of a config
     "torch.testing._internal.distributed.fake_pg.FakeStore": "stands for the other ranks",
-    "torchtune.training._activation_offloading": "has the offloading that a traced one stands for",
     # A plain step
     "torch.nn.modules.batchnorm._BatchNorm": "knows what computes over a batch before it runs",
     "torch.utils._pytree.tree_leaves": "finds the tensors that a module returns",
@@ -95,12 +93,13 @@ PROCESS_WIDE = {
     "torch.cuda.set_per_process_memory_fraction": "is the memory_limit of a run on CUDA",
     "torch._dynamo.config.recompile_limit": "lets flex attention be compiled for more sizes of packs",
     "torch.nn.modules.module hooks": "see each module of a step, in a trace",
-    # Of a process that is ours: one that trains, the command line, or one that plans
+    # Of a process that is ours: one that trains, or the command line
     "torchtune._recipe_registry._ALL_RECIPES": "has the recipes and configs of this package",
     "logging filter of torchao, warnings.filters": "keep messages off that a user can do nothing about",
     "sys.argv, PYTHONPATH": "are what a recipe is launched with",
     "TQDM_DISABLE, HF_DATASETS_DISABLE_PROGRESS_BARS": "hide progress bars, by -q",
-    "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan; logging is by -q, too",
+    "logging.disable": "is set by -q",
+    "torch.distributed.init_process_group": "makes no other group where a plan stands for one of many ranks",
     # Of a process of somebody's script in a dry run, which is there for nothing else
     "torch._C._cuda_resetPeakMemoryStats": "keeps peaks that are about to be forgotten",
     "torch.cuda.CUDAGraph.capture_begin, capture_end, replay": "count steps, and tell what a graph asks for",

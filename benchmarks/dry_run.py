@@ -63,6 +63,7 @@ CARDS = {
     "fms-mistral": ("--gpu", "A100 80GB"),
     "fms-granite": ("--gpu", "A100 80GB"),
     "torchtitan": ("--memory", "95GiB", "--capability", "9.0"),
+    "torchtune": ("--gpu", "A100 80GB"),
 }
 # Of PEFT's comparison the longest batch is not known. 700 tokens is what `lora/rank32` takes most nearly: fixed by that
 # one row, which does not count, for all the others. A short batch goes before it, whose outputs are alive meanwhile.
@@ -79,6 +80,7 @@ NOT_RUN = {
     "waveft": "convolutions of cuDNN, which the device lacks",
     "frod": "prepares on the host for more than four minutes",
     "adamss": "clusters singular vectors, which are zeros",
+    "torchtune 70B full and LoRA on 8 A100": "eight processes of 70 billion parameters take too long on two cores",
 }
 SPEED = {
     "seconds_1b": ("--gpu", "RTX 4090", "--sequence-length", "2048", "lora_finetune_single_device", "--config",
@@ -88,6 +90,12 @@ SPEED = {
     "seconds_70b_on_8": ("--gpu", "A100 80GB", "--devices", "8", "--sequence-length", "2048",
                          "lora_finetune_distributed", "--config", "llama3_1/70B_lora"),
 }  # fmt: skip
+
+
+PLANS = {
+    "seconds_of_plan_8b": ("llama3_1/8B_lora_single_device", "--gpu", "RTX 4090", "--sequence-length", "2048"),
+    "seconds_of_plan_70b_on_8": ("llama3_1/70B_lora", "--gpu", "A100 80GB", "--gpus", "8", "--sequence-length", "2048"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,8 @@ class Row:
     libraries: str
     program: tuple[str, ...]
     left_out_bytes: int = 0
+    why: str = ""
+    """What explains an error of more than 3 %, where its library does not."""
 
 
 def of_peft() -> Iterator[Row]:
@@ -135,6 +145,68 @@ def of_torchtitan() -> Iterator[Row]:
         program = ("torchtitan_llama.py", "--devices", str(devices), *(("--compile",) if compiled else ()))
         name = f"Llama 3.1 8B, FSDP2 on {devices}{', compiled' if compiled else ''}"
         yield Row(name, round(peak * GIB), "reserved", "torchtitan, H100", "torchtitan", program)
+
+
+_ONE_STEP = ("gradient_accumulation_steps=1", "dataset.packed=True")
+_CHUNKED = "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+_AC, _NO_AC = "enable_activation_checkpointing=True", "enable_activation_checkpointing=False"
+_OFFLOAD, _NO_OFFLOAD = "enable_activation_offloading=True", "enable_activation_offloading=False"
+_NORM = "norms scaled in bfloat16 until torchtune 0.5, and keep a factor in float32 since"
+_COPIED = "recipes of 0.1 and 0.2 copied logits, and held them during the backward pass"
+
+
+def of_torchtune() -> Iterator[Row]:
+    """Peaks that torchtune's README and pull requests have published, by its recipes of today."""
+    tune, full, lora = "torchtune, A100", "full_finetune_single_device", "lora_finetune_single_device"
+    adamw = (
+        "batch_size=2",
+        "dtype=bf16",
+        "optimizer._component_=torch.optim.AdamW",
+        "optimizer.fused=True",
+        *_ONE_STEP,
+    )
+    whole = ("compile=True", _CHUNKED, _AC, "optimizer_in_bwd=True")
+    adapters = (*adamw, "compile=True", _CHUNKED, _AC, _OFFLOAD)
+    ladder: list[tuple[str, float, tuple[str, ...]]] = [
+        ("full", 60.0, ("compile=False", "loss._component_=torch.nn.CrossEntropyLoss", _NO_AC, _NO_OFFLOAD)),
+        ("compiled", 51.0, ("compile=True", "loss._component_=torch.nn.CrossEntropyLoss", _NO_AC, _NO_OFFLOAD)),
+        ("chunked loss", 42.9, ("compile=True", _CHUNKED, _NO_AC, _NO_OFFLOAD)),
+        ("checkpointed", 24.9, ("compile=True", _CHUNKED, _AC, _NO_OFFLOAD)),
+        ("optimizer in the backward pass", 23.1, (*whole, _NO_OFFLOAD)),
+        ("offloaded", 21.8, (*whole, _OFFLOAD)),
+        ("8-bit AdamW", 17.6, (*whole, _OFFLOAD, "optimizer._component_=bitsandbytes.optim.AdamW8bit",
+                               "~optimizer.fused")),
+    ]  # fmt: skip
+    rows: list[tuple[str, float, str, str, int, tuple[str, ...], str]] = [
+        *(
+            (f"3B, {name}", gib, full, "llama3_2/3B_full_single_device", 4096,
+             (*adamw, *(() if "optimizer_in_bwd=True" in more else ("optimizer_in_bwd=False",)), *more), _NORM)
+            for name, gib, more in ladder
+        ),
+        ("3B LoRA", 8.5, lora, "llama3_2/3B_lora_single_device", 4096, adapters, _NORM),
+        ("3B QLoRA", 4.6, lora, "llama3_2/3B_qlora_single_device", 4096, adapters, "not explained"),
+        ("8B full, paged 8-bit", 18.9, full, "llama3_1/8B_full_single_device", 2048,
+         ("batch_size=2", *whole, _OFFLOAD, "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit", *_ONE_STEP), ""),
+        ("8B LoRA, checkpointed", 16.2, lora, "llama3_1/8B_lora_single_device", 2048,
+         ("batch_size=2", "compile=True", "model.lora_attn_modules=[q_proj,v_proj]", "model.apply_lora_to_mlp=False",
+          _AC, _OFFLOAD, *_ONE_STEP), _NORM),
+        ("8B LoRA", 30.3, lora, "llama3_1/8B_lora_single_device", 2048,
+         ("batch_size=2", "compile=True", "model.lora_attn_modules=[q_proj,v_proj]", "model.apply_lora_to_mlp=False",
+          _NO_AC, _NO_OFFLOAD, *_ONE_STEP), _NORM),
+        ("8B QLoRA", 7.4, lora, "llama3_1/8B_qlora_single_device", 2048,
+         ("batch_size=2", "compile=True", "model.lora_attn_modules=[q_proj,v_proj,k_proj,output_proj]", _AC,
+          _NO_OFFLOAD, *_ONE_STEP), "not explained"),
+        ("Llama 2 7B full", 20.2e9 / GIB, full, "llama2/7B_full_low_memory", 2048,
+         ("batch_size=4", "gradient_accumulation_steps=1", "compile=False", _AC, _NO_OFFLOAD, "optimizer_in_bwd=True",
+          "loss._component_=torch.nn.CrossEntropyLoss"), _COPIED),
+        ("Llama 2 7B LoRA", 21.3e9 / GIB, lora, "llama2/7B_lora_single_device", 2048,
+         ("batch_size=4", "gradient_accumulation_steps=1", "compile=False", _AC, _NO_OFFLOAD,
+          "model.lora_attn_modules=[q_proj,v_proj]", "model.apply_lora_to_mlp=False",
+          "loss._component_=torch.nn.CrossEntropyLoss"), _COPIED),
+    ]  # fmt: skip
+    for name, gib, recipe, config, length, overrides, why in rows:
+        program = ("--sequence-length", str(length), recipe, "--config", config, *overrides)
+        yield Row(f"torchtune {name}", round(gib * GIB), "allocated", tune, "torchtune", program, why=why)
 
 
 def install(libraries: str, folder: Path) -> Path:
@@ -179,7 +251,11 @@ class Run:
 
 
 def runs_of_peaks(rows: list[Row]) -> list[Run]:
-    return [Run(row.name, ("--no-time", *CARDS[row.libraries], *_program(row.program)), row.libraries) for row in rows]
+    return [
+        Run(row.name, ("--no-time", *CARDS[row.libraries], *_program(row.program)),
+            row.libraries if row.libraries in LIBRARIES else None)
+        for row in rows
+    ]  # fmt: skip
 
 
 def runs_of_times(row: TimedRow) -> list[Run]:
@@ -197,6 +273,14 @@ def _program(program: tuple[str, ...]) -> tuple[str, ...]:
     """Return a script's command, or that of a recipe as it is."""
     name, *arguments = program
     return ("--", sys.executable, str(PROGRAMS / name), *arguments) if name.endswith(".py") else program
+
+
+def seconds_of_plan(*arguments: str) -> float:
+    """Return the seconds until a plan answers."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "adaptive_batching", "plan", "--json", *arguments]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
+    return round(time.perf_counter() - start, 1)
 
 
 def measure(runs: list[Run], folder: Path, measured: Path, jobs: int) -> dict[str, dict[str, Any]]:
@@ -309,7 +393,9 @@ def line_of(row: Row, found: dict[str, Any]) -> str:
     error = error_of(row, found)
     why = "fixes the length" if row.name == FIXES_LENGTH else "-"
     if abs(error) > 0.03:
-        why = next((WHY[key] for key in WHY if key in f"{row.libraries} {row.name}".replace("/", " ").split()), "?")
+        why = row.why or next(
+            (WHY[key] for key in WHY if key in f"{row.libraries} {row.name}".replace("/", " ").split()), "?"
+        )
     here = (found[f"peak_{row.counted}_bytes"] - row.left_out_bytes) / GIB
     published = row.published_bytes / GIB
     return (
@@ -334,6 +420,8 @@ FACTS = [
     "torchtitan: `benchmarks/llama3_h100_202412_torchtitan.md`, a nightly build of torch of December 2024. One of 8 or "
     "128 ranks runs, in a group that sends nothing; torchtitan 0.1.0, with the norm and FSDP2's root as they were "
     "then; today's take 0.2 to 0.4 GiB less",
+    "torchtune: its README of 0.2.0, 0.3.1 and 0.5.0 and pull requests 955, 961, 1664 and 2003, by recipes of 0.6.1. "
+    "Settings that are not published are inferred: fused AdamW, adapters as in the configs of then, offloading",
     "times: seconds of an optimizer step, in a step more. Constants were fitted to the three rows that say so, by an "
     "earlier model of the same form; two facts were put right after the rows had been looked at: cards whose products "
     "with sums in float32 run at half rate reach their peak, and a machine's cards share what its network brings",
@@ -354,7 +442,11 @@ def main() -> None:
     args = parser.parse_args()
     args.libraries.mkdir(parents=True, exist_ok=True)
     only = args.only
-    rows = [row for row in (*of_fms(), *of_torchtitan(), *of_peft()) if row.name.split("/")[0] not in NOT_RUN]
+    rows = [
+        row
+        for row in (*of_fms(), *of_torchtitan(), *of_peft(), *of_torchtune())
+        if row.name.split("/")[0] not in NOT_RUN
+    ]
     rows = [row for row in rows if only is None or row.name in only]
     timed = [row for row in time_rows() if only is None or row.name in only]
     runs = [*runs_of_peaks(rows), *(run for row in timed for run in runs_of_times(row))]
@@ -378,6 +470,7 @@ def main() -> None:
         "median_error": round(statistics.median(errors), 4),
         "max_error": round(max(errors), 4),
         **{name: answer.get("seconds") for name, answer in answers.items()},
+        **{name: seconds_of_plan(*arguments) for name, arguments in (PLANS if speed else {}).items()},
         "seconds_with_time_over_without": round(max(costs), 2) if costs else None,
         **figures_of_times(predicted),
     }

@@ -42,9 +42,9 @@ ARCHITECTURE = dict(
 
 
 LONG = (
-    "test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py", "test_meta_setup.py",
+    "test_fastest.py", "test_find.py",
     "test_strangers.py", "test_trl.py", "test_loaders.py", "test_two_ranks.py", "test_other_loops.py",
-    "test_configs.py", "test_patches.py", "test_real_memory.py", "test_tensor_parallel.py", "torchtune/test_images.py",
+    "test_configs.py", "test_patches.py", "test_real_memory.py",
     "transformers/test_end_to_end.py", "transformers/test_found_before.py", "transformers/test_run.py",
     "transformers/test_encoder_decoder.py", "loop/test_page.py",
 )  # fmt: skip

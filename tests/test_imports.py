@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "values": set(),
     "caching_allocator": set(),
     "config": {"values"},
-    "dry_run": {"caching_allocator", "emulated_device", "gpus", "plan", "report", "shortage", "step_time", "values"},
+    "dry_run": {"caching_allocator", "emulated_device", "gpus", "report", "shortage", "step_time", "values"},
     "emulated_device": {"values"},
     "environment": {"caching_allocator", "ranks", "trace", "values"},
     "device": set(),
@@ -39,7 +39,6 @@ MAY_IMPORT = {
     "growth": {"values"},
     "kept_values": {"out_of_memory", "values"},
     "loop": {"config", "device", "evidence", "probe", "ranks", "snapshot", "step", "trace", "values"} | MEMORY,
-    "plan": {"probe", "trace", "values"},
     "probe": {"config", "device", "growth", "ranks", "snapshot", "trace", "values"} | MEMORY,
     "report": {"growth", "step", "probe", "values"},
     "shortage": {"values"},
@@ -53,8 +52,8 @@ MAY_IMPORT = {
 PURE = {
     room + name
     for room, names in {
-        "": "config gpus patches plan shortage values",
-        "dry_run/": "answer calibration compared ends history picture process_work times",
+        "": "config gpus patches shortage values",
+        "dry_run/": "answer calibration compared ends history largest picture process_work times verdict",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule controller increase learning_rate_scale noise_scale schedules",
         "step/": "split fastest forward_cost limits row_size share",
@@ -108,7 +107,7 @@ def test_the_core_never_imports_torchtune_and_its_rooms_import_in_one_direction(
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_torchtune").glob("*/*.py")), ids=name_of)
 def test_rooms_of_the_recipes_import_from_lower_ones_alone(path: Path) -> None:
-    rooms = ["stock", "train", "ppo", "plan", "cli"]
+    rooms = ["stock", "train", "ppo", "cli"]
     own = rooms.index(path.parent.name)
     imported_rooms = {parts[1] for parts in (name.split("/") for name in ours(path)) if parts[0] == "torchtune"}
     assert not imported_rooms & {*rooms[own + 1 :]}

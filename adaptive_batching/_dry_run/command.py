@@ -174,7 +174,7 @@ def _largest(args: argparse.Namespace, columns: Sequence[Column], run: Callable[
         if args.json
         else "\n".join(["", *lines, "", said])
     )
-    return (Answer.FITS if largest else Answer.DOES_NOT_FIT).value
+    return int((Answer.FITS if largest else Answer.DOES_NOT_FIT).value)
 
 
 class _CannotTellError(RuntimeError):

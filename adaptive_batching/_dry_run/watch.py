@@ -304,7 +304,7 @@ class Watch:
             return
         for device in range(torch.cuda.device_count()):
             stats = torch.cuda.memory_stats(device)
-            if not stats.get("reserved_bytes.all.peak"):
+            if not stats.get("reserved_bytes.all.peak") and not self._out_of_memory:
                 continue
             peaks = self._peaks.setdefault(device, {})
             for name, key in (("allocated", "allocated_bytes.all.peak"), ("reserved", "reserved_bytes.all.peak")):

@@ -136,7 +136,7 @@ def build() -> Path:
     of this source. BuildError on another system, if torch is no CUDA build, or if there is no C++ compiler.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise BuildError("the emulated device runs on Linux on x86-64 alone; 'plan' needs none")
+        raise BuildError("the emulated device runs on Linux on x86-64 alone")
     site, cuda = _torch()
     compiler = os.environ.get("CXX", "g++")
     sources = [Path(__file__), *sorted(SOURCE.glob("*.*"))]
@@ -177,7 +177,7 @@ def _torch() -> tuple[Path, str]:
     version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", (package / "version.py").read_text(), re.MULTILINE)
     if version is None:
         needed = f"the emulated device needs a CUDA build of torch, and {package} is a CPU build"
-        raise BuildError(f"{needed}; install one in another environment; for a torchtune config, 'plan' needs none")
+        raise BuildError(f"{needed}; install one in another environment")
     return package.parent, version[1]
 
 

@@ -27,6 +27,17 @@ _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
 """Pattern of the recipe that a config says it is launched with, in a comment."""
 
+PLANNED = (
+    "full_finetune_single_device", "full_finetune_distributed", "lora_finetune_single_device",
+    "lora_finetune_distributed", "lora_dpo_single_device", "lora_dpo_distributed", "full_dpo_distributed",
+    "knowledge_distillation_single_device", "knowledge_distillation_distributed", "qat_distributed",
+    "qat_lora_finetune_distributed",
+)  # fmt: skip
+"""Recipes whose batches are samples of given data, and that can be planned."""
+
+TOLD = "samples.json"
+"""File in the folder of a dry run of a recipe that says how long its samples are, and how many there are if known."""
+
 NOT_INSTALLED = f"is not installed; {install_extra('torchtune')}"
 
 
@@ -134,7 +145,7 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"
 
 
-def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length: int | None) -> list[str]:
+def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length: int | None, **more: int) -> list[str]:
     """Return the command of a dry run of a recipe, which trains on stand-ins that it writes to ``folder``.
 
     Args:
@@ -142,6 +153,7 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
         folder: For all that is written.
         devices: To train on.
         length: Tokens of each sample; None for what the config says.
+        more: Further arguments of ``_torchtune.cli.dry_run.main``.
 
     Raises:
         ConfigError: If there is no such recipe or config, or if the recipe trains on another number of devices.
@@ -165,7 +177,7 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
         raise ConfigError(f"--devices 1: {name} trains on 2 or more; set --devices 2")
     given = {
         "recipe": name, "config": config, "overrides": overrides,
-        "folder": str(folder), "devices": devices, "length": length,
+        "folder": str(folder), "devices": devices, "length": length, **more,
     }  # fmt: skip
     return [sys.executable, "-m", "adaptive_batching._torchtune.cli.dry_run", json.dumps(given)]
 

@@ -18,23 +18,23 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torchtune._cli.run import Run
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
 from adaptive_batching._torchtune.cli import quickstart
+from adaptive_batching._torchtune.cli.configs import read_config
 from adaptive_batching._torchtune.cli.launch import ONLY_PROBES, QUIET, VERBOSE, check_settings, mistakes_in_one_line
 from adaptive_batching._torchtune.names import (
+    PLANNED,
     config_files,
     find_config,
     find_recipe,
     recipe_of,
     recipes,
     recipes_folder,
-    why_not_read,
 )
 from adaptive_batching._torchtune.train.settings import FIELDS, VALIDATION, check_names
 from adaptive_batching._torchtune.train.stock_keys import check_components, check_kinds, refused_in_one_line
-from adaptive_batching._values import first_line
+from adaptive_batching._values import ConfigError
 
 # Loggers of torch's, each of a level of its own, that say in other words what a process has said
 _TELL_OF_PROCESSES_THAT_ENDED = ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors")
@@ -167,7 +167,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="default: the one named in the config's comments")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
 
-    from adaptive_batching._torchtune.plan.meta_setup import RECIPES, make_on_paper  # takes seconds
+    from adaptive_batching._torchtune.stock.on_paper import make_on_paper  # takes seconds
 
     def validate(args: argparse.Namespace) -> None:
         sys.path.append(str(Path.cwd()))  # as a run does, for an increase function that lies there
@@ -181,7 +181,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
                 if name is not None:
                     check_names(cfg, _known_keys(name) | {*FIELDS, *VALIDATION})
                 check_settings(cfg, name)
-                if name is not None and name in RECIPES:
+                if name in PLANNED:
                     with refused_in_one_line():
                         make_on_paper(name, cfg)
         except SystemExit as end:
@@ -193,16 +193,9 @@ def add_validate(subparsers: Any, prog: str) -> None:
 
 def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> DictConfig:
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception as error:  # whatever is wrong with it
-        parser.error(f"{path} cannot be read: {why_not_read(error)}")
-    if not isinstance(values, dict):
-        parser.error(f"{path} is not a config: it must map keys to values")
-    try:
-        cfg: DictConfig = _merge_yaml_and_cli_args(argparse.Namespace(**values), overrides)  # type: ignore[arg-type]
-        return cfg
-    except Exception as error:  # whatever torchtune and omegaconf raise
-        parser.error(f"{' '.join(overrides)} cannot be read ({first_line(error)}); write key=value")
+        return read_config(path, overrides)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _known_keys(recipe: str) -> set[str]:

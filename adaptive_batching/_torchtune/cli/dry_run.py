@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+import torch.distributed as dist
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import config as torchtune_config
+from torchtune.config._errors import InstantiationError
 from torchtune.modules.peft import get_adapter_state_dict
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from adaptive_batching._torchtune.names import register
-from adaptive_batching._torchtune.plan import meta_setup
-from adaptive_batching._torchtune.plan.plan_command import load_config
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune.cli.configs import read_config
+from adaptive_batching._torchtune.names import PLANNED, TOLD, config_files, register
 from adaptive_batching._torchtune.stock import stand_ins
-from adaptive_batching._torchtune.stock.data import Sample
-from adaptive_batching._values import ConfigError
+from adaptive_batching._torchtune.stock.losses import ANSWERS
+from adaptive_batching._torchtune.stock.on_paper import Data
+from adaptive_batching._torchtune.train.stock_keys import check_kinds, not_loaded, refused_in_one_line
+from adaptive_batching._values import ConfigError, first_line
 
 SAMPLES = 2**15
 """Of the data that stand in: more than the steps of a dry run take, and enough for a probe."""
@@ -37,7 +42,7 @@ _LOADED = {
     "teacher_checkpointer": ("teacher_model",), "ref_policy_checkpointer": ("policy_model",),
     "value_checkpointer": ("reward_and_value_model",), "reward_checkpointer": ("reward_and_value_model",),
 }  # fmt: skip
-_RECIPES = (*meta_setup.RECIPES, "ppo_full_finetune_single_device")
+RECIPES = (*PLANNED, "ppo_full_finetune_single_device")
 
 
 class Tokenizer:
@@ -65,7 +70,10 @@ class Checkpointer(FullModelTorchTuneCheckpointer):
         return loaded
 
 
-def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devices: int, length: int | None) -> None:
+def main(
+    recipe: str, config: str, overrides: Sequence[str], folder: Path, devices: int, length: int | None,
+    samples: int = SAMPLES, accumulation: int | None = None,
+) -> None:  # fmt: skip
     """Run a recipe on stand-ins, which are written to ``folder``.
 
     Args:
@@ -74,47 +82,118 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
         overrides: As after ``run``.
         folder: For the config, checkpoints of zeros, and what the run writes.
         devices: To train on.
-        length: Tokens of each sample; None for the ``max_seq_len`` of the tokenizer.
+        length: Tokens of each sample; None for the ``max_seq_len`` of the tokenizer, or else the longest sample.
+        samples: Of the data that stand in, at most.
+        accumulation: For a plan, which probes for the largest batch and trains with it: the batches that an optimizer
+            step adds up, of which at most two run; None to run what the config says.
 
     Raises:
         ConfigError: If no length is known, or if stand-ins are not enough.
     """
-    if recipe not in _RECIPES:
-        raise ConfigError(f"{recipe}: a dry run knows what data to make for {', '.join(_RECIPES)}")
-    _, _, cfg = load_config(config, recipe, overrides)
+    if recipe not in RECIPES:
+        raise ConfigError(f"{recipe}: a dry run knows what data to make for {', '.join(RECIPES)}")
+    path = Path(config) if Path(config).is_file() else config_files()[config]
+    cfg = read_config(path, overrides)
+    check_kinds(cfg)
+    if "model" not in cfg and "policy_model" not in cfg:
+        raise ConfigError(f"{config} has no model; is it a config of a recipe?")
+    OmegaConf.set_struct(cfg, False)
+    lengths = None
+    if accumulation is not None:
+        length = length or (cfg.get("adaptive_batching") or {}).get("sequence_length")
     length = length or cfg.tokenizer.get("max_seq_len")
     if length is None:
-        raise ConfigError("tokenizer.max_seq_len is null, so the length of samples is unknown; give --sequence-length")
-    OmegaConf.set_struct(cfg, False)
-    stand_in(cfg, recipe, int(length), folder, SAMPLES)
+        lengths = measure_samples(cfg)
+        length = max(lengths)
+    if accumulation is not None:
+        in_a_step = accumulate_for_plan(cfg, accumulation)
+        if lengths is not None:
+            samples = max(min(samples, len(lengths) // accumulation * in_a_step), 1)
+    told = {"length": int(length), "samples": lengths and len(lengths), "tokens": lengths and sum(lengths)}
+    (folder / TOLD).write_text(json.dumps(told))
+    stand_in(cfg, recipe, int(length), folder, samples)
     load_zeros(cfg, folder / "weights")
     file = folder / "config.yaml"
     OmegaConf.save(cfg, file)
-    launched = ["--nproc_per_node", str(devices)] if devices > 1 else []
+    launched = []
+    if devices > 1 and accumulation is None:
+        launched = ["--nproc_per_node", str(devices)]
+    elif devices > 1:
+        be_one_of_alike_ranks(devices)
     sys.argv = ["adaptive-batching", "run", *launched, recipe, "--config", str(file)]
     runpy.run_module("adaptive_batching", run_name="__main__")
 
 
-@dataclass(frozen=True)
-class _Data(meta_setup.Data):
-    """Samples of one length, each with an image where there is one."""
+def accumulate_for_plan(cfg: DictConfig, accumulation: int) -> int:
+    """Have a config probe for the largest batch of a forward pass, as its own settings of memory say, and train on it.
 
-    image: stand_ins.Image | None = None
+    Returns:
+        The batches that an optimizer step adds up then. Two take as much memory as more, which take longer.
+    """
+    settings = cfg.get("adaptive_batching") or {}
+    splits = cfg.get("micro_batch_size") is not None
+    cfg.gradient_accumulation_steps = 2 if (accumulation > 1 or splits) and not cfg.get("optimizer_in_bwd") else 1
+    cfg.use_maximum_batch_size, cfg.micro_batch_size, cfg.batch_increase_function = True, None, None
+    of_memory = ("search", "max_batch_size", "memory_limit", "headroom")
+    cfg.adaptive_batching = {
+        "round_to_power_of_two": False, **{key: settings[key] for key in of_memory if key in settings}
+    }  # fmt: skip
+    return int(cfg.gradient_accumulation_steps)
 
-    def __getitem__(self, index: int) -> Sample:
-        sample = super().__getitem__(index)
-        return sample if self.image is None else sample | self.image.fields(self.length)
+
+def be_one_of_alike_ranks(count: int) -> None:
+    """Make this process the first of so many ranks, of which it runs none but itself: all would do the same.
+
+    Their group is torch's fake one, whose collectives return at once. What ranks would agree on is this one's view.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ.update({**own, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    dist.init_process_group = lambda *args, **kwargs: None  # by which stock would make another
+    of_ranks: Any = Ranks
+    of_ranks._group, of_ranks.connect = None, lambda ranks: ""
+    of_ranks.gather = lambda ranks, value: [value] * ranks.size
 
 
-def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> meta_setup.Data:
+def measure_samples(cfg: DictConfig) -> list[int]:
+    """Return the tokens of each sample of the data of a config, of a pair those of its longer answer.
+
+    Raises:
+        ConfigError: If tokenizer and data are not on this machine. What a hub has is looked for in its cache alone.
+    """
+    keys = ("tokens", *(f"{kind}_input_ids" for kind in ANSWERS))
+    try:
+        tokenizer = torchtune_config.instantiate(cfg.tokenizer)
+        sources = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
+        samples = [sample for source in sources for sample in torchtune_config.instantiate(source, tokenizer)]
+        lengths = [max(len(sample[key]) for key in keys if key in sample) for sample in samples]
+    except Exception as error:  # each format of tokenizers and data raises its own
+        why = f"the data could not be read ({type(error).__name__}: {first_line(error)[:160]})"
+        raise ConfigError(
+            f"tokenizer.max_seq_len is null, so the length of samples is unknown, and {why}; give --sequence-length"
+        ) from None
+    if not lengths:
+        raise ConfigError("the data set has no samples; give --sequence-length")
+    return lengths
+
+
+def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
-    return _Data(image=None if image is None else stand_ins.Image(**image), **fields)
+    return Data(image=None if image is None else stand_ins.Image(**image), **fields)
 
 
 def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int) -> None:
     """Have a config train on samples of one length, and write to ``folder``."""
     packed = [bool(dataset.get("packed", False)) for dataset in (cfg.dataset,) if isinstance(dataset, DictConfig)]
-    image = stand_ins.image_of(_on_paper(cfg.model)) if "model" in cfg else None
+    model = _on_paper(cfg.model) if "model" in cfg else None
+    image = None if model is None else stand_ins.image_of(model)
+    most = int(getattr(model, "max_seq_len", length))
+    if length > most:
+        raise ConfigError(
+            f"samples have {length} tokens, but the model takes at most {most}; set tokenizer.max_seq_len"
+        )
     data = {
         "_component_": f"{_HERE}.make_data", "length": length, "samples": samples,
         "packed": any(packed), "pairs": "dpo" in recipe, "image": None if image is None else asdict(image),
@@ -175,8 +254,11 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     register()
     try:
-        with stand_ins.without_torchvision():
+        with stand_ins.without_torchvision(), refused_in_one_line():
             main(**{**given, "folder": Path(given["folder"])})
+    except InstantiationError as error:
+        print(f"error: {not_loaded(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

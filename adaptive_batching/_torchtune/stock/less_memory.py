@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from adaptive_batching._torchtune.stock.host import Host
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # which imports torch
+    from adaptive_batching._torchtune.stock.host import Host
 
 _CHECKPOINTING, _OFFLOADING = "enable_activation_checkpointing=True", "enable_activation_offloading=True"
 

@@ -1,7 +1,7 @@
-"""What stands in for parts of torchtune and bitsandbytes where nothing is computed.
+"""What stands in for parts of torchtune where nothing is computed.
 
-These are activation offloading, optimizers of bitsandbytes, images, and layers that a trace cannot follow image by
-image. How many images a sample has only the data know: a dry run has one, of as many tiles as the model takes.
+These are activation offloading, images, and layers that a trace cannot follow image by image. How many images a sample
+has only the data know: a dry run has one, of as many tiles as the model takes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +18,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchtune.modules import VisionTransformer
 from torchtune.modules.model_fusion import FusionEmbedding
-
-from adaptive_batching._trace.bits_and_bytes import BlockWise
-from adaptive_batching._values import ConfigError
 
 SMALLEST = 64
 """Bytes from which on an activation moves. torchtune's 1024 may lie between the two batch sizes that are traced, whose
@@ -34,7 +29,6 @@ operations must be the same."""
 
 _COPIES = 3  # number of their stream
 _MOST_STAYING = 5
-_STATES = {"Adam": 2, "AdamW": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 1, "LAMB": 2, "AdEMAMix": 3}
 
 
 class TracedOffloading(saved_tensors_hooks):
@@ -104,25 +98,6 @@ class TracedOffloading(saved_tensors_hooks):
 
 def _uses(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def without_kernels(optimizer: DictConfig) -> DictConfig:
-    """Return ``optimizer`` of a config, or the component that stands in for one of bitsandbytes."""
-    component = str(optimizer["_component_"])
-    if not component.startswith("bitsandbytes."):
-        return optimizer
-    match = re.fullmatch(r"(Paged)?([A-Za-z]+?)(8bit|32bit)?", component.split(".")[-1])
-    if match is None or match[2] not in _STATES:
-        raise ConfigError(
-            f"optimizer._component_={component} is not supported by plan; of bitsandbytes, these are: "
-            f"{', '.join(_STATES)}, also Paged..., ...8bit"
-        )
-    return OmegaConf.create(
-        {
-            "_component_": f"{BlockWise.__module__}.BlockWise", "lr": optimizer.get("lr", 1e-3),
-            "num_states": _STATES[match[2]], "bits": 8 if match[3] == "8bit" else 32, "paged": match[1] is not None,
-        }
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

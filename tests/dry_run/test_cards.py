@@ -1,52 +1,12 @@
-"""What a step needs at any batch size, the three answers, and GPUs by name."""
+"""GPUs by name, amounts of memory, and the answers."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
-from adaptive_batching._gpus import GPUS, Gpu, find_gpus
-from adaptive_batching._plan import SET_UP, Answer, Forecast, outside_of_allocator
-from adaptive_batching._trace.allocator import MIB
-from adaptive_batching._trace.reserved import SetUp
-from adaptive_batching._trace.trace import trace_step
-from adaptive_batching._trace.traced_step import TracedStep
-from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._dry_run.verdict import Answer, outside_of_allocator
+from adaptive_batching._gpus import GIB, GPUS, Gpu, find_gpus, gpu_memory
 from adaptive_batching._values import ConfigError
-
-
-def linear_step() -> TracedStep:
-    model = nn.Linear(1024, 1024)
-
-    def run(batch: torch.Tensor) -> None:
-        model(batch)
-
-    return trace_step(TrainingStep(model, [], lambda b: torch.ones(b, 1024), lambda *_: run))
-
-
-@pytest.mark.parametrize("fits", [0, 1, 2, 5, 11, 30])
-def test_a_size_fits_where_the_one_below_it_does_not(fits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserved memory is not quite monotonic, as blocks are rounded."""
-    forecast = Forecast(linear_step(), [])
-    budget = forecast.step.curve.peak_bytes(40)
-    reserved = {size: budget + (1 if size > fits or size == fits - 1 else 0) for size in range(100)}
-    monkeypatch.setattr(Forecast, "_reserved", lambda _, size: reserved[size])
-    assert forecast.largest(budget) == fits
-
-
-def test_a_set_up_that_takes_more_than_a_step_is_the_peak() -> None:
-    step = linear_step()
-    outside = outside_of_allocator(1)
-    without, small, large = (Forecast(step, outside, SetUp((0, ~0), (size,))) for size in (0, MIB, 100 * MIB))
-    assert without.need(4).kinds == small.need(4).kinds
-    need = large.need(4)
-    assert need.moment == SET_UP != small.need(4).moment
-    assert need.peak_bytes == sum(need.kinds.values()) == 100 * MIB
-    assert min(need.reserved.by_default, need.reserved.least, need.reserved.expandable) >= 100 * MIB
-    assert need.resting_bytes == without.need(4).resting_bytes
-    others = sum(each.most for each in outside)
-    assert large.largest(90 * MIB + others) == 0 < without.largest(90 * MIB + others)
 
 
 def test_exit_codes_are_those_of_the_documentation() -> None:
@@ -121,3 +81,14 @@ def test_an_unknown_gpu_is_refused_with_the_closest(name: str, message: str) -> 
 def test_a_card_of_another_vendor_is_told_that_only_nvidia_s_are_known(name: str, vendor: str) -> None:
     with pytest.raises(ConfigError, match=f"--gpu '{name}' is {vendor}'s, and only NVIDIA's cards are emulated"):
         find_gpus(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("24", 24 * GIB), ("23.5", int(23.5 * GIB)), ("24G", 24 * GIB), ("24GiB", 24 * GIB), ("24 gib", 24 * GIB),
+        ("24GB", 24 * 10**9), ("4095", 4095 * GIB), ("25769803776", 24 * GIB), ("2e10", 2 * 10**10),
+    ],
+)  # fmt: skip
+def test_a_plain_number_is_gib(text: str, num_bytes: int) -> None:
+    assert gpu_memory(text) == num_bytes
