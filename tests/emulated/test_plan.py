@@ -86,16 +86,16 @@ def test_the_largest_batch_of_a_plan_is_the_largest_that_trains_there(
     largest = found["largest_micro_batch"]
     assert found["fits"] is True and largest > 2 and found["bound"] == "memory", found
 
-    def trains(size: int) -> bool:
-        """True if a run on as many real ranks, without a probe, does not empty the allocator's cache in every step.
-
-        Its first step is not audited, which takes copies of gradients, and after which memory that ran out is recovered.
-        """
-        sizes = [f"batch_size={size}", f"micro_batch_size={size}", "adaptive_batching.audit_every=1000"]
-        run = dry_run(tmp_path, *options, "--devices", str(row.devices), *of_run, *sizes)[0]
-        return run["fits"] is True and run["retries"] < run["steps"] and not run["out_of_memory_survived"]
-
-    assert trains(largest) and not trains(largest + 1)
+    real = [*options, "--devices", str(row.devices), "--steps", "3", *of_run]
+    more = largest + 1
+    probed = ["use_maximum_batch_size=True", f"adaptive_batching.max_batch_size={more}"]
+    rounds = "adaptive_batching.round_to_power_of_two=False"
+    run, _ = dry_run(tmp_path, *real, *probed, rounds)  # on as many real ranks
+    assert run["largest_input"]["size"][0] in (largest, 2 * largest), "with both answers of a pair in one forward pass"
+    assert run["fits"] is True and run["retries"] < run["steps"] and not run["out_of_memory_survived"]
+    unprobed = [f"batch_size={more}", f"micro_batch_size={more}", "adaptive_batching.audit_every=1000"]
+    run, _ = dry_run(tmp_path, *real, *unprobed)
+    assert run["fits"] is False or run["retries"] >= run["steps"] or run["out_of_memory_survived"]
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +146,21 @@ def test_a_batch_above_the_largest_does_not_fit_and_without_a_length_the_data_ar
     assert above["answer"] == "does not fit" and 1 < above["largest_micro_batch"] < 400
     code, out, said = plan(tmp_path, FULL, *SMALL, "tokenizer.max_seq_len=null", "--memory", MEMORY)
     assert code == 2 and not out and said.count("\n") == 1 and "give --sequence-length" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sequence-length", "513"], "513 tokens, but the model takes at most 512; set tokenizer.max_seq_len"),
+        (["model.num_heads=5"], "torchtune refuses this config"),
+        (["optimizer._component_=torch.optim.Nadam"], "Nadam"),
+        (["optimizer_in_bwd=True"], "clip_grad_norm"),
+        (["dtype=fp17"], "dtype='fp17' must be one of"),
+        (["model._component_=torchtune.models.llama3_2.lora_llama3_2_2b"], "2b does not exist; did you mean"),
+    ],
+)
+def test_what_the_recipe_refuses_is_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    length = [] if "--sequence-length" in arguments else ["--sequence-length", "64"]
+    code, out, said = plan(tmp_path, FULL, *SMALL, "--memory", MEMORY, *arguments, *length)
+    assert code == 2 and not out and said.startswith("error: ") and said.count("\n") == 1 and words in said

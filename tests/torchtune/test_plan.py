@@ -134,7 +134,7 @@ def test_what_is_not_covered_is_named(plan: Any, arguments: list[str], recipe: s
         (["lora_finetune_single_devise", CONFIG], "there is no recipe 'lora_finetune_single_devise'; did you mean"),
         ([CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
         ([CONFIG, "model=[1,2"], "cannot be read"),
-        ([CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be more than 0"),
+        ([CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
         (["llama3_1/8B_qat_lora", "--gpus", "1"], "--gpus 1: torchtune has no qat_lora_finetune_single_device"),
     ],
 )

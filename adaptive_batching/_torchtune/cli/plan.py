@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from adaptive_batching._torchtune.names import (
     recipe_of,
     recipes,
 )
-from adaptive_batching._values import ConfigError, memory_size
+from adaptive_batching._values import ConfigError, first_line, memory_size
 
 VERSION = 2
 """Of the object that ``--json`` prints. Version 1 was a model of the run, and no run."""
@@ -74,7 +75,7 @@ def add_plan(subparsers: Any, prog: str) -> None:
     )  # fmt: skip
     parser.add_argument("--config", metavar="CONFIG", help="the config, as in a line of 'run'")
     parser.add_argument("--recipe", choices=PLANNED, metavar="NAME", help="recipe for a config of your own")
-    device = parser.add_mutually_exclusive_group(required=True)
+    device = parser.add_mutually_exclusive_group()
     device.add_argument("--memory", metavar="24GiB", help="memory of the GPU; a plain number such as 24 is GiB")
     device.add_argument(
         "--gpu", metavar="NAME", action="append", default=[],
@@ -124,10 +125,12 @@ def _run(args: argparse.Namespace) -> int:
     try:
         gpus = list(dict.fromkeys(gpu for name in args.gpu for gpu in find_gpus(name)))
         run, length = _named(args), args.sequence_length
+        if not gpus and args.memory is None:
+            raise ConfigError("give the card by --gpu, or its memory by --memory")
+        memory = gpu_memory(args.memory) if args.memory is not None else 0
         build()  # before many processes find out that it cannot be
         if len(gpus) > 1:
             return _compared(args, gpus)
-        memory = gpu_memory(args.memory) if args.memory is not None else 0
         with tempfile.TemporaryDirectory(prefix="plan-") as folder, (Path(folder) / "said").open("wb") as said:
             launch = Launch(
                 gpus[0] if gpus else None, memory, steps=STEPS, max_seconds=1200, output=said.fileno(),
@@ -162,10 +165,12 @@ def _named(args: argparse.Namespace) -> Planned:
         ConfigError: If it names none, or in a way that cannot be.
         NotPlannedError: If it is of a recipe that is not covered.
     """
-    for name in ("sequence_length", "samples", "gpus", "tokens", "price"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g} must be more than 0")
+    for name in ("sequence_length", "samples", "gpus"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    for name in ("tokens", "price"):
+        if (value := getattr(args, name)) is not None and not value > 0:
+            raise ConfigError(f"--{name} {value:g} must be more than 0")
     given = [argument for argument in args.overrides if "=" not in argument and not argument.startswith("~")]
     overrides = tuple(argument for argument in args.overrides if argument not in given)
     known, configs = [recipe.name for recipe in recipes()], config_files()
@@ -183,6 +188,8 @@ def _named(args: argparse.Namespace) -> Planned:
     for name in given:
         if not is_recipe and config not in configs and not Path(config).is_file():  # it stands where a recipe would
             raise ConfigError(f"there is no recipe {config!r}{closest(config, known)}")
+        if args.config is not None and not is_recipe and get_close_matches(name, known, n=1):
+            raise ConfigError(f"there is no recipe {name!r}{closest(name, known)}")
         raise ConfigError(f"{name!r} is not an override; write key=value")
     path = Path(config) if Path(config).is_file() else configs.get(config)
     if path is None:
@@ -200,19 +207,23 @@ def _read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     """Return a config as far as this process asks it; that of the recipe reads it as torchtune does, and may refuse."""
     try:
         cfg = OmegaConf.load(path)
-        assert isinstance(cfg, DictConfig)
+        if not isinstance(cfg, DictConfig):
+            raise ConfigError(f"{path} is not a config: it must map keys to values")
         for override in overrides:
             key, _, value = override.partition("=")
             if override.startswith("~"):
-                cfg.pop(key[1:], None)
+                at, _, last = key[1:].rpartition(".")
+                (OmegaConf.select(cfg, at) if at else cfg).pop(last)
                 continue
             of_component = OmegaConf.is_dict(OmegaConf.select(cfg, key)) and "_component_" in OmegaConf.select(cfg, key)
             merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}{'._component_' * of_component}={value}"]))
             assert isinstance(merged, DictConfig)
             cfg = merged
+    except ConfigError:
+        raise
     except Exception as error:  # whatever is wrong with it
         said = " ".join([str(path), *overrides])
-        raise ConfigError(f"{said} cannot be read ({str(error).splitlines()[0]}); write key=value") from error
+        raise ConfigError(f"{said} cannot be read ({first_line(error)}); write key=value") from error
     return cfg
 
 
