@@ -79,7 +79,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
     f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": (
-        "tests/torchtune/test_plan_command.py has its like"
+        "needs a CUDA build of torch; tests/emulated/test_plan.py has its like"
     ),
     "adaptive-batching quickstart": Shell("Next, with a config of your own", "epochs=1 dataset.split=train[:24]"),
     f"{RUN} {LORA} micro_batch_size=auto": Shell(),
