@@ -148,6 +148,8 @@ class Watch:
 
         def keep_and_reset(device: int) -> None:  # as a script does that prints the peak of each step
             self._keep_peaks()
+            if self._counts_probe:  # by a trial of the probe, or at its end; hooks of optimizers are not called there
+                self._probed_us = _now_us()
             self._counts_probe = is_rehearsing()
             if self._counts_probe:
                 self._retries_of_probe[device] = int(torch.cuda.memory_stats(device)["num_alloc_retries"])

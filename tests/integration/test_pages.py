@@ -113,7 +113,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
     "adaptive-batching dry-run --gpu 4090 -- python train.py --batch-size 8": DRY_RUN,
     "adaptive-batching dry-run --gpu 4090 -- python train.py": DRY_RUN,
-    "adaptive-batching dry-run --gpu 4090 --largest -- python train.py --batch-size {batch_size}": DRY_RUN,
+    "adaptive-batching dry-run --gpu 4090 --largest -- python train.py --batch-size '{batch_size}'": DRY_RUN,
     "adaptive-batching dry-run --gpu H100 -- torchrun --nproc_per_node 8 train.py": DRY_RUN,
     "adaptive-batching dry-run --memory 24210MiB --capability 8.6 -- python train.py": DRY_RUN,
     "adaptive-batching dry-run --gpu A100 --sequence-length 2048 lora_finetune_single_device --config "

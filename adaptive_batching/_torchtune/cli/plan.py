@@ -138,6 +138,13 @@ def _run(args: argparse.Namespace) -> int:
             )  # fmt: skip
             asked = Asked(run, launch, length, args.samples, args.tokens, args.price)
             shown, lines, code = _plan(asked, Path(folder))
+        if not args.json:
+            print("\n".join(lines), flush=True)
+        if args.levers and shown["sequence_length"] is not None:
+            shown["levers"] = _pull(args, run, shown["sequence_length"])
+    except KeyboardInterrupt:
+        print("plan: interrupted", file=sys.stderr)
+        return Answer.CANNOT_TELL.value
     except NotPlannedError as error:
         unknown = {"version": VERSION, "answer": str(Answer.CANNOT_TELL), "fits": None, "reason": str(error)}
         print(json.dumps(unknown) if args.json else f"{Answer.CANNOT_TELL}: {error}")
@@ -145,10 +152,6 @@ def _run(args: argparse.Namespace) -> int:
     except (BuildError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-    if not args.json:
-        print("\n".join(lines), flush=True)
-    if args.levers and shown["sequence_length"] is not None:
-        shown["levers"] = _pull(args, run, shown["sequence_length"])
     shown["seconds"] = round(time.perf_counter() - started, 1)
     if args.json:
         print(json.dumps(shown, indent=1))
