@@ -78,7 +78,7 @@ class SampleBounds:
         return self._kept(("band", window, causal), like, make)
 
     def _kept(self, name: Any, like: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        key = (name, like.device, type(like))  # the type, as a trace has tensors of its own
+        key = (name, like.device)
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -146,16 +146,8 @@ def for_each_head(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Te
 
 
 def sample_by_sample(bounds: SampleBounds, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the part of each sample in tensors [1, heads, tokens, head size].
-
-    A trace takes its operations to be the same whatever the number of samples: it gets them as a batch of alike ones,
-    which have as many tokens and take as much memory.
-    """
-    longest, tokens = bounds.longest, bounds.tokens  # a trace's class is private to torch, and known by its name
-    if type(tensors[0]).__name__ == "FakeTensor" and tokens > longest and tokens % longest == 0:
-        yield tuple(torch.unflatten(tensor.squeeze(0), 1, (-1, longest)).transpose(0, 1) for tensor in tensors)
-    else:
-        yield from zip(*(torch.split(tensor, list(bounds.lengths), 2) for tensor in tensors), strict=True)
+    """Yield the part of each sample in tensors [1, heads, tokens, head size]."""
+    yield from zip(*(torch.split(tensor, list(bounds.lengths), 2) for tensor in tensors), strict=True)
 
 
 def _attend_at_once(
@@ -208,11 +200,7 @@ def _takes_groups(varlen_attn: Callable[..., Any]) -> bool:
 
 @functools.cache  # so that it is said once
 def _why_not_fused(device: torch.device, size: int, size_of_value: int) -> str | None:
-    try:
-        capability = torch.cuda.get_device_capability(device)
-    except (AssertionError, RuntimeError):  # of a device that is only traced
-        capability = (9, 0)
-    why = None
+    capability, why = torch.cuda.get_device_capability(device), None
     if _varlen_attn() is None:
         why = f"torch {torch.__version__} has no varlen_attn with windows"
     elif capability < (8, 0):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from enum import Enum
 from typing import Any
 
 import torch
@@ -13,34 +11,6 @@ import torch
 _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )  # fmt: skip
-# Settings that change when memory is reserved, or how fast, or on the host, but not how much of the device.
-_HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend:native|max_split_size_mb:-1")
-
-
-class Segments(Enum):
-    """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching._trace.allocator`."""
-
-    FIXED = "fixed"
-    EXPANDABLE = "expandable"
-
-
-def cuda_segments() -> Segments | None:
-    """Return how this process's allocator on CUDA reserves memory; None if that does not follow from known rules."""
-    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ or torch.cuda.get_allocator_backend() != "native":
-        return None
-    # A setting can be changed while the process runs, so that torch knows better than the environment.
-    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    settings = current() if current else ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
-    expands = False
-    for setting in filter(None, settings.replace(" ", "").split(",")):
-        if setting in ("expandable_segments:True", "expandable_segments:False"):
-            expands = setting.endswith("True")
-        elif not _HARMLESS_SETTINGS.fullmatch(setting):
-            return None
-    if not expands:
-        return Segments.FIXED
-    has_effect = torch.version.hip is None and sys.platform == "linux"  # elsewhere the setting may do nothing
-    return Segments.EXPANDABLE if has_effect else None
 
 
 def workspace_bytes(device: int | None = None) -> int:
@@ -80,11 +50,6 @@ def num_allocation_retries(device: torch.device) -> int:
 def bytes_in_use(device: torch.device) -> int:
     """Return what the device's allocator has handed out; 0 if it does not say."""
     return _counted(device, "allocated_bytes.all.current")
-
-
-def num_freed_bytes(device: torch.device) -> int:
-    """Return the bytes that the device's allocator has given back since the process started."""
-    return _counted(device, "reserved_bytes.all.freed")
 
 
 def _counted(device: torch.device, name: str) -> int:

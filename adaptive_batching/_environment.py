@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import platform
 from collections.abc import Iterator
@@ -42,8 +41,6 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    from adaptive_batching._caching_allocator import cuda_segments
-
     yield "CUDA of torch", torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "none")
     if not torch.cuda.is_available():
         yield "GPU", "none"
@@ -55,9 +52,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         )
     yield "CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"
     if torch.cuda.is_available():
-        segments = cuda_segments()
-        in_trace = "settings that the trace does not support" if segments is None else f"{segments.value} segments"
-        yield "allocator", f"{torch.cuda.get_allocator_backend()}, {in_trace}"
+        yield "allocator", torch.cuda.get_allocator_backend()
     for name in _VARIABLES:
         yield name, os.environ.get(name, "not set")
 
@@ -69,8 +64,3 @@ def _available() -> Iterator[tuple[str, str]]:
     why = why_not_drained()
     several = f"no: {why}" if why else "yes"
     yield "recovery", f"one device: yes; sharded: {several}"
-    try:
-        importlib.import_module("adaptive_batching._trace.fake_step")
-        yield "trace", "yes"
-    except Exception as error:  # a private name of torch that is gone; the probe then measures steps instead
-        yield "trace", f"no: {error}"

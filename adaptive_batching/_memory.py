@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from adaptive_batching._caching_allocator import (
-    Segments,
-    cuda_segments,
     num_allocation_retries,
-    num_freed_bytes,
     settings_in_environment,
 )
 from adaptive_batching._unused_memory import process_limits, release_cached_memory
@@ -100,17 +97,9 @@ class MemoryMeter:
         """Return how often the allocator has emptied its cache to find room since the process started."""
         return num_allocation_retries(self.device)
 
-    def num_freed_bytes(self) -> int:
-        """Return the bytes that the allocator has given back to the device since the process started."""
-        return num_freed_bytes(self.device)
-
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""
         return settings_in_environment()
-
-    def segments(self) -> Segments | None:
-        """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""
-        return cuda_segments() if self.device.type == "cuda" else None
 
     def release(self) -> None:
         release_cached_memory(self.device)

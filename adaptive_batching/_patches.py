@@ -6,24 +6,6 @@ others work.
 """
 
 PRIVATE = {
-    # A trace: without one, the largest batch is searched by measured steps.
-    "torch._C._current_graph_task_id": "tells whether a backward pass runs",
-    "torch._functorch.config": "has a fake tensor hand out no pointer",
-    "torch._inductor.decomposition.select_decomp_table": "splits a compiled layer as AOTAutograd does",
-    "torch._subclasses.fake_tensor.FakeCopyMode": "copies a model without its memory",
-    "torch._subclasses.fake_tensor.FakeTensor": "knows what has no memory",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "runs a step without memory",
-    "torch.autograd.Variable._execution_engine": "calls back at the end of a backward pass",
-    "torch.distributed._tools.common_utils.get_untyped_storages": "finds the storages of a tensor subclass",
-    "torch.nn.utils.stateless._reparametrize_module": "calls a layer with other parameters",
-    "torch.utils._python_dispatch.TorchDispatchMode": "sees each operation",
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "knows quantized weights and sharded ones",
-    "torch.utils._pytree.tree_flatten": "takes arguments of operations apart",
-    "torch.utils._pytree.tree_iter": "takes results of operations apart",
-    "torch.utils._pytree.tree_map_only": "takes the step's arguments to the fake mode",
-    "torch.utils._pytree.tree_unflatten": "puts results of a compiled layer together",
-    "torch._C._current_autograd_node": "follows offloaded activations, in a trace",
-    "torch._C._storage_Use_Count": "follows offloaded activations, in a trace",
     # A plan, and a check of a config
     "torch.testing._internal.distributed.fake_pg.FakeStore": "stands for the other ranks",
     # A plain step
@@ -31,6 +13,13 @@ PRIVATE = {
     "torch.utils._pytree.tree_leaves": "finds the tensors that a module returns",
     "torch.utils._pytree.tree_map": "moves a batch to the device",
     # A dry run
+    "torch._C._current_graph_task_id": "tells whether a backward pass runs",
+    "torch.autograd.Variable._execution_engine": "calls back at the end of a backward pass",
+    "torch._C._current_autograd_node": "tells which part of the backward pass runs",
+    "torch.distributed._tools.common_utils.get_untyped_storages": "finds the storages of a tensor subclass",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees each operation",
+    "torch.utils._pytree.tree_flatten": "takes arguments of operations apart",
+    "torch.utils._pytree.tree_map_only": "takes values of arguments to the host",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "tells which samples a batch is made of",
     "torch.autograd._engine_run_backward": "counts backward passes",
     "torch._C._cuda_attach_out_of_memory_observer": "tells of an allocation that fails, from within it",
@@ -61,14 +50,11 @@ PRIVATE = {
 """Dotted name -> what it is needed for."""
 
 REPLACED = {
-    # While a step is traced
-    "triton.runtime.jit.KernelInterface.__getitem__": "launches no kernel on fake tensors",
     # While a recipe is set up, trains or saves; ``replaced_in`` (``_torchtune/stock/loading.py``) puts each back.
     "torchtune.training.register_optim_in_bwd_hooks": "has optimizers wait for the last micro-batch of a step",
     "torchtune.training.get_memory_stats": "is asked of a CPU by distributed recipes, where it fails",
     "torchtune.training.log_memory_stats": "logs them",
     "torchtune.training.get_distributed_backend": "names gloo twice where an optimizer is offloaded on a CPU",
-    "torch.cuda.is_available": "tells a compiler which device a trace is of",
     "torchtune.training.checkpointing._utils.get_largest_iter_folder": "names the folder that adapters come from",
     "torchtune.generation._generation.generate_next_token": "draws the same tokens however a rollout is split",
     # While a part runs whose samples lie end to end; ``RowSeams`` (``_torchtune/stock/end_to_end.py``) puts each back.
@@ -92,7 +78,6 @@ PROCESS_WIDE = {
     "resource.RLIMIT_DATA": "is the memory_limit of a run on a CPU",
     "torch.cuda.set_per_process_memory_fraction": "is the memory_limit of a run on CUDA",
     "torch._dynamo.config.recompile_limit": "lets flex attention be compiled for more sizes of packs",
-    "torch.nn.modules.module hooks": "see each module of a step, in a trace",
     # Of a process that is ours: one that trains, or the command line
     "torchtune._recipe_registry._ALL_RECIPES": "has the recipes and configs of this package",
     "logging filter of torchao, warnings.filters": "keep messages off that a user can do nothing about",

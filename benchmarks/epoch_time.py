@@ -17,7 +17,7 @@ Samples are truncated only at the 512 tokens that the model takes.
   ``use_maximum_batch_size`` needs it, to see what a probe no larger than is of use costs in speed.
 
 Each run is a fresh process; the ways alternate. Only ``recipe.train()`` is timed, its checkpoint included; set-up is
-reported beside it, and the probe's traces apart.
+reported beside it, and the probe apart.
 
 The bound that no way of splitting can beat is the number of real tokens times the best time per token: a forward and
 backward of unpadded batches of many lengths and sizes is timed, and the fastest counts. No split need reach it, as each
@@ -50,11 +50,11 @@ from timed_epoch import time_epoch
 from torchtune import config
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._probe import find
+from adaptive_batching._probe.find import find_largest
 from adaptive_batching._step.forward_cost import ForwardTimes
 from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._torchtune.cli.quickstart import build
-from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._torchtune.train import probing
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent
@@ -92,14 +92,14 @@ def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
     if way == LONGEST:
         RowSize.tokens = lambda self, most: most  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as output_dir:
-        recipe, set_up, traced = set_up_recipe(way, inputs, output_dir, device, samples)
+        recipe, set_up, probed = set_up_recipe(way, inputs, output_dir, device, samples)
         if way == BOUND:
             return bounds(recipe, memory_meter(device))
-        return {"set_up_seconds": round(set_up - traced, 2), "trace_seconds": round(traced, 2), **time_epoch(recipe)}
+        return {"set_up_seconds": round(set_up - probed, 2), "probe_seconds": round(probed, 2), **time_epoch(recipe)}
 
 
 def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: int) -> tuple[Any, float, float]:
-    """Return the recipe after its set-up, the seconds of that, and those of the traces in it."""
+    """Return the recipe after its set-up, the seconds of that, and those of the probe in it."""
     cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
     changes = {
         "data_dir": inputs, "output_dir": output_dir, "device": device, "epochs": 1,
@@ -117,21 +117,20 @@ def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: 
         dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
         cfg.batch_size = max(round(len(dataset) * 64 / samples), 1)
     recipe = recipe_class(cfg)
-    traced = 0.0
+    probed = 0.0
 
-    def timed(trace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal traced
+    def timed(find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal probed
         start = time.perf_counter()
         try:
-            return trace(*args, **kwargs)
+            return find(*args, **kwargs)
         finally:
-            traced += time.perf_counter() - start
+            probed += time.perf_counter() - start
 
-    assert vars(find)["trace_step"] is trace_step  # else none is timed
-    vars(find)["trace_step"] = functools.partial(timed, trace_step)
+    vars(probing)["find_largest"] = functools.partial(timed, find_largest)
     start = time.perf_counter()
     recipe.setup(cfg)
-    return recipe, time.perf_counter() - start, traced
+    return recipe, time.perf_counter() - start, probed
 
 
 def bounds(recipe: Any, meter: MemoryMeter) -> dict[str, Any]:
@@ -184,7 +183,7 @@ def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[
     bound = median(OURS, "real") * per_token
     rows = [
         "| way | seconds | seconds/ours | of processor | forwards | padded/real tokens | peak MiB | set-up seconds "
-        "| of traces |",
+        "| of the probe |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for way in results:
@@ -198,7 +197,7 @@ def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[
             f"| {median(way, 'processor'):.1f} | {median(way, 'forwards'):.0f} "
             f"| {median(way, 'padded') / median(way, 'real'):.2f} "
             f"| {median(way, 'peak_mib'):.0f} | {median(way, 'set_up_seconds'):.1f} "
-            f"| {median(way, 'trace_seconds'):.1f} |"
+            f"| {median(way, 'probe_seconds'):.1f} |"
         )
     padding = (median(OURS, "padded") - median(OURS, "real")) * per_token
     forwards = median(OURS, "seconds_in_forwards") - median(OURS, "padded") * per_token

@@ -49,9 +49,9 @@ from omegaconf import OmegaConf
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._torchtune.cli.quickstart import Architecture, build
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
@@ -101,20 +101,20 @@ def measure_probe(model: str, device: str) -> dict[str, Any]:
     task.num_steps = 0
     task.set_limit()
 
-    def bind(trained: torch.nn.Module, optimizers: Any) -> Callable[[Any], None]:
-        return lambda batch: task.step(trained, optimizers[0], batch)
+    def run(batch: Any) -> None:
+        task.step(task.model, task.optimizer, batch)
 
     config = AdaptiveBatchingConfig.from_mapping({"headroom": 0})
-    step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
+    step = TrainingStep(task.model, [task.optimizer], task.batch, run)
     result = find_largest(step, config, memory_meter(device), ProbeRequest(probe_vs_peers.MAX_SIZE, rounds=False))
     steps, errors = task.num_steps, task.num_out_of_memory
-    answer = next(m for m in result.measurements if m.batch_size == result.batch_size and m.fits)
+    answer = next(m for m in reversed(result.measurements) if m.fits and m.batch_size == result.batch_size)
     beyond = min((size for size, _ in result.predicted if size > result.batch_size), default=None)
     return {
         "answer": result.batch_size, "truth": probe_vs_peers.truth(task, task.fits_without_retries)(),
         "truth_with_retries": probe_vs_peers.truth(task)(), "steps": steps, "errors": errors,
         "seconds": round(result.seconds, 1), "budget_mib": result.budget_bytes // MIB,
-        "reserved_mib": result.peak_bytes // MIB, "allocated_mib": int(result.peak_bytes / answer.overhead) // MIB,
+        "reserved_mib": result.peak_bytes // MIB, "allocated_mib": (answer.in_use_bytes or 0) // MIB,
         "next_predicted_mib": dict(result.predicted)[beyond] // MIB if beyond is not None else None,
     }  # fmt: skip
 

@@ -24,8 +24,7 @@ boundary is run. Methods alternate. Peers keep their own defaults:
 Ludwig and DeepSpeed look for the fastest size, so that less than the truth may be what they want.
 
 A training step is one forward of the model in training mode with gradients, whether or not the step ends well. The
-traces of ``predict`` allocate nothing and are no training steps, but their time counts. The last line printed is a JSON
-object about ``predict``: the worst over models. Peers that are not installed are left out.
+last line printed is a JSON object about ``predict``: the worst over models. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizing import ProbeRequest
-from adaptive_batching._trace.training import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
 OURS, DEFAULTS, TRUTH = "adaptive_batching predict", "adaptive_batching, defaults (rounded)", "truth"
@@ -119,7 +118,6 @@ class Task:
         original = self.model
 
         def count(module: torch.nn.Module, args: Any) -> None:
-            # The copies of the model that predict traces carry this hook, too.
             self.num_steps += module is original and module.training and torch.is_grad_enabled()
 
         self.model.register_forward_pre_hook(count)
@@ -198,12 +196,12 @@ Search = Callable[[], int]
 
 
 def predict(task: Task, **settings: Any) -> Search:
-    def bind(model: torch.nn.Module, optimizers: Any) -> Callable[[Any], None]:
-        return lambda batch: task.step(model, optimizers[0], batch)
+    def run(batch: Any) -> None:
+        task.step(task.model, task.optimizer, batch)
 
     def search() -> int:
         config = AdaptiveBatchingConfig.from_mapping({"headroom": 0, **settings})
-        step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
+        step = TrainingStep(task.model, [task.optimizer], task.batch, run)
         request = ProbeRequest(MAX_SIZE, rounds=config.round_to_power_of_two)
         return find_largest(step, config, memory_meter(task.device), request).batch_size
 

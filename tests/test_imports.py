@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "config": {"values"},
     "dry_run": {"caching_allocator", "emulated_device", "gpus", "report", "shortage", "step_time", "values"},
     "emulated_device": {"values"},
-    "environment": {"caching_allocator", "ranks", "trace", "values"},
+    "environment": {"ranks", "values"},
     "device": set(),
     "evidence": {"device", "kept_values", "snapshot", "without_chance"},
     "memory": {"caching_allocator", "unused_memory"},
@@ -38,14 +38,13 @@ MAY_IMPORT = {
     "gpus": {"values"},
     "growth": {"values"},
     "kept_values": {"out_of_memory", "values"},
-    "loop": {"config", "device", "evidence", "probe", "ranks", "snapshot", "step", "trace", "values"} | MEMORY,
-    "probe": {"config", "device", "growth", "ranks", "snapshot", "trace", "values"} | MEMORY,
+    "loop": {"config", "device", "evidence", "probe", "ranks", "snapshot", "step", "values"} | MEMORY,
+    "probe": {"config", "device", "growth", "ranks", "snapshot", "values"} | MEMORY,
     "report": {"growth", "step", "probe", "values"},
     "shortage": {"values"},
     "snapshot": {"device", "kept_values", "values"},
     "step_time": {"gpus"},
     "step": {"device", "evidence", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
-    "trace": {"caching_allocator", "device", "ranks", "snapshot", "step_time"},
     "unused_memory": {"out_of_memory"},
     "without_chance": set(),
 }
@@ -60,13 +59,10 @@ PURE = {
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
         "step_time/": "forecast seconds step_work",
-        "trace/": "allocator reserved traced_step",
         "transformers/": "arguments epoch_schedule",
     }.items()
     for name in names.split()
 }
-# What records a trace stands on private names of torch, and is imported when a probe first needs it.
-RECORDS = {f"trace/{name}" for name in ("compiled", "fake_step", "fsdp_units", "recorder")}
 
 
 def name_of(path: Path) -> str:
@@ -139,12 +135,12 @@ def test_what_decides_imports_no_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_what_records_a_trace_is_imported_by_itself_alone_until_a_trace_is_made(path: Path) -> None:
-    if name_of(path) not in RECORDS:
-        assert not ours(path, at_once=True) & RECORDS
-        private = [name for name in imported(path, at_once=True) if name.startswith("torch.") and "._" in name]
-        assert not private or not name_of(path).startswith("trace/")
-    assert PACKAGE / "_torchtune" in path.parents or "torchtune" not in roots(path), "imported in one place only"
+def test_torchtune_is_imported_in_one_place_only(path: Path) -> None:
+    assert PACKAGE / "_torchtune" in path.parents or "torchtune" not in roots(path)
+
+
+def test_no_code_of_a_user_runs_on_fake_tensors() -> None:
+    assert not [path for path in MODULES if "FakeTensorMode" in path.read_text()]
 
 
 IN_FORKS = """

@@ -14,9 +14,7 @@ import torch
 from adaptive_batching import _unused_memory
 from adaptive_batching._caching_allocator import (
     _ALLOCATOR_VARIABLES,
-    Segments,
     allocator_advice,
-    cuda_segments,
     workspace_bytes,
 )
 from adaptive_batching._memory import CpuMeter, MemoryMeter, _status, memory_meter
@@ -174,7 +172,6 @@ def test_a_device_without_statistics_is_refused_with_a_remedy(monkeypatch: pytes
     monkeypatch.setattr(torch, "get_device_module", lambda device: object())
     with pytest.raises(NotImplementedError, match="device='mps' reports no peak memory; set use_maximum_batch_size"):
         memory_meter("mps")
-    assert memory_meter("cpu").segments() is None
 
 
 class Allocator:
@@ -308,39 +305,6 @@ def test_libraries_are_told_to_keep_little_where_the_process_has_a_limit(
     keep_freed_memory_on_the_host()
     release_cached_memory(torch.device("cpu"))
     assert told[: len(little)] == told[-len(little) :] == little != told[len(little) : 2 * len(little)]
-
-
-FIXED, EXPANDABLE = Segments.FIXED, Segments.EXPANDABLE
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ("", FIXED), ("expandable_segments:False", FIXED), ("backend:native,pinned_num_register_threads:8", FIXED),
-        ("expandable_segments:True", EXPANDABLE),
-        ("pinned_use_background_threads:True, expandable_segments:True", EXPANDABLE),
-        ("max_split_size_mb:128", None), ("expandable_segments:True,garbage_collection_threshold:0.8", None),
-        ("roundup_power2_divisions:[256:1,512:2,>:8]", None), ("large_segment_size_mb:64", None),
-        ("not yet known:1", None),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("says_now", [True, False])
-def test_how_much_is_reserved_is_known_for_the_settings_whose_rules_are(
-    settings: str, expected: Segments | None, says_now: bool, unset: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    if says_now:  # what torch says counts, not what the environment said when it started
-        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False)
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1")
-    else:
-        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-    assert cuda_segments() is expected
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-    assert cuda_segments() is None
-    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING")
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert cuda_segments() is None
 
 
 @pytest.mark.parametrize(

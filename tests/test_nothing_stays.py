@@ -1,4 +1,4 @@
-"""Of all that runs somebody's code outside its own step, nothing stays: the probe, the trace, the checks, retries."""
+"""Of all that runs somebody's code outside its own step, nothing stays: the probe, the checks, retries."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ from adaptive_batching import (
     DoesNotFitError,
     find_maximum_batch_size,
 )
-from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module
-from adaptive_batching._trace.trace import trace_step
-from adaptive_batching._trace.traced_step import TraceError
-from adaptive_batching._trace.training import TrainingStep
 from tests.support.changing import Meter, Restless, Stateful, described, random_numbers
 
 SAMPLES = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
@@ -63,26 +59,6 @@ class Run:
 
     def state(self) -> Any:
         return described([self.model, self.optimizer, vars(self.loss)]), random_numbers()
-
-    def traced(self) -> TrainingStep:
-        def bind(model: Any, optimizers: Any) -> Any:
-            def run(batch: Any) -> None:
-                self.loss(model, batch)[0].backward()
-                clip_and_step(model, optimizers, None)
-
-            return run
-
-        return TrainingStep(
-            self.model, [self.optimizer], lambda size: torch.stack(SAMPLES[:1] * size), bind, owners=[self.loss]
-        )
-
-
-def test_a_trace_leaves_nothing_behind_also_where_it_fails() -> None:
-    run = Run()
-    before = run.state()
-    with pytest.raises(TraceError):  # a number is read
-        trace_step(run.traced())
-    assert run.state() == before
 
 
 @pytest.mark.parametrize("has_states", [False, True])
@@ -338,7 +314,7 @@ def test_no_fake_tensor_stays_and_training_goes_on_as_without_a_probe(kind: str,
         optimizer = torch.optim.AdamW([*model.parameters(), *own], weight_decay=0.1)
         step = AdaptiveStep[torch.Tensor](model, optimizer, loss, count=len)
         if probes and in_loop:
-            assert step.find_maximum_batch_size(SAMPLES[0], upper=2).search == "predict", "it was traced"
+            step.find_maximum_batch_size(SAMPLES[0], upper=2)
         elif probes:
             find_maximum_batch_size(model, optimizer, loss, lambda size: torch.stack(SAMPLES[:1] * size), upper=2)
         assert not fake_tensors()
@@ -366,21 +342,6 @@ def test_a_count_that_is_a_method_is_put_back() -> None:
     step = AdaptiveStep[torch.Tensor](model, optimizer, lambda model, batch: model(batch).mean(), count=counts.method)
     step.find_maximum_batch_size(SAMPLES[0], upper=2)
     assert len(counts.seen) == 1 and not fake_tensors()
-
-
-def test_what_a_trace_leaves_out_of_sight_is_an_error_in_words() -> None:
-    module = types.ModuleType("kept")
-    module.total = torch.zeros(())  # type: ignore[attr-defined]
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        module.total = module.total + model(batch).sum().detach()  # type: ignore[attr-defined]
-        return model(batch).sum()  # type: ignore[no-any-return]
-
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"put it back \(tensors: 1\), .* set search='binary_search'"):
-        find_maximum_batch_size(model, optimizer, loss, lambda size: torch.stack(SAMPLES[:1] * size), upper=2)
-    del module.total
 
 
 class ReadAhead:

@@ -216,4 +216,4 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _is_sharded(tensor: Any) -> bool:
-    return type(tensor).__name__ == "DTensor"  # tensors of other classes are those of a trace
+    return type(tensor).__name__ == "DTensor"

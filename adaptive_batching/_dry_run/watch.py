@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -181,7 +180,7 @@ class Watch:
 
     @_harmless
     def _before_step(self, optimizer: Optimizer) -> None:
-        if _is_rehearsal(optimizer):
+        if is_rehearsing():
             self._probed_us = _now_us()
             return
         self._script.before_step(optimizer)
@@ -195,7 +194,7 @@ class Watch:
         if not _uses_device() or os.getpid() != self._process:
             return
         now = _now_us()
-        if _is_rehearsal(optimizer):
+        if is_rehearsing():
             self._probed_us = now
             return
         self._calls.append((self._called_us.get(optimizer, now), now))
@@ -429,13 +428,6 @@ def _rank() -> int:
 
 def _now_us() -> int:
     return time.time_ns() // 1000
-
-
-def _is_rehearsal(optimizer: Optimizer) -> bool:
-    """True in a step of a probe of ours, and in one that is traced."""
-    return is_rehearsing() or any(
-        isinstance(p, FakeTensor) for group in optimizer.param_groups[:1] for p in group["params"][:1]
-    )
 
 
 def _add(labels: dict[int, str], tensor: torch.Tensor, category: str) -> None:

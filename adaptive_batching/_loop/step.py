@@ -27,6 +27,7 @@ from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import LARGEST_TRIED, find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import parameters_of
@@ -38,7 +39,6 @@ from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.sharing import gathered
-from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
 
 
@@ -59,8 +59,7 @@ class AdaptiveStep(Generic[Sample]):
         model: The model, on its device. On several, as ``DistributedDataParallel`` or ``fully_shard`` returns it.
         optimizer: Its optimizer, which may have parameters from elsewhere as well, such as those of the loss.
         loss: Runs the forward pass: (model, batch) -> the sum of the batch's losses, a scalar tensor, and their number,
-            which is that of its samples or target tokens, or the sum of their weights. With ``count``, their mean. The
-            model is an argument because the probe also traces a copy of it.
+            which is that of its samples or target tokens, or the sum of their weights. With ``count``, their mean.
         collate: Turns a list of samples into a batch, as the ``collate_fn`` of a :class:`~torch.utils.data.DataLoader`
             does. The batch is moved to the model's device.
         length: Tokens of a sample, before padding. Samples of similar length share a part. None if all samples take the
@@ -281,32 +280,22 @@ class AdaptiveStep(Generic[Sample]):
         device, ranks = device_of(self._model), self._parallel.ranks
         unwrapped = self._parallel.without_ddp(self._model)
 
-        def forward_backward(loss: Loss, model: nn.Module, batch: Any) -> None:
-            total, number = run_forward(loss, model, batch)
+        def of_batch(batch: Any) -> None:
+            total, number = run_forward(self._loss, self._model, batch)
             (total / number).backward()  # type: ignore[no-untyped-call]
 
-        def bind(model: nn.Module, optimizers: Sequence[Optimizer], loss: Loss) -> Run:
-            is_real = model is unwrapped
-            of_batch = partial(forward_backward, loss, self._model if is_real else model)
+        def run(batch: Any) -> None:
+            end_forward(self._parallel.roots)
+            outcome = self._runner.run_once([partial(of_batch, batch)] * (2 if in_parts else 1))
+            if outcome.failed:
+                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            self._parallel.sum_gradients()
+            clip_and_step(unwrapped, [self._optimizer], self._max_grad_norm)
 
-            def run(batch: Any) -> None:
-                if is_real:
-                    end_forward(self._parallel.roots)
-                    outcome = self._runner.run_once([partial(of_batch, batch)] * (2 if in_parts else 1))
-                    if outcome.failed:
-                        raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-                    self._parallel.sum_gradients()
-                else:
-                    of_batch(batch)
-                clip_and_step(model, optimizers, self._max_grad_norm)
-
-            return run
-
-        self._record([sample], partial(forward_backward, self._loss, self._model))
+        self._record([sample], of_batch)
         step = TrainingStep(
-            unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
-            owners=[self._loss, self._collate], code=[self._loss], on_cuda=device.type == "cuda",
-            holds_gradients=in_parts,
+            unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), run,
+            owners=[self._loss, self._collate],
         )  # fmt: skip
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)

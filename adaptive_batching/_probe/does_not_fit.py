@@ -12,9 +12,9 @@ import torch
 from adaptive_batching._caching_allocator import allocator_advice
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._probe.sizes import NOISE, Measurement
+from adaptive_batching._probe.paged_states import move_to_host
+from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._trace.bits_and_bytes import move_to_host
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)
@@ -102,34 +102,15 @@ def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> 
     )
 
 
-def explain(
-    device: torch.device, budget: int, measurements: Sequence[Measurement], predicted: float | None, remedy: str
-) -> str:
-    """Return why a batch of one does not fit, and what to do; ``predicted`` includes the bytes in use already."""
+def explain(device: torch.device, budget: int, measurements: Sequence[Measurement], failure: str, remedy: str) -> str:
+    """Return why a batch of one does not fit, and what to do; ``failure`` is the last error by which memory ran out."""
     message = f"a batch of one sample does not fit in {memory_size(budget)}"
-    measured = next((m.peak_bytes for m in measurements if m.batch_size == 1), None)
+    measured = next((m.peak_bytes for m in measurements if m.batch_size == 1 and m.peak_bytes is not None), None)
     if measured is not None:
         message += f": it took {memory_size(measured)}, {memory_size(max(measured - budget, 0))} too much"
-    elif predicted is not None and predicted > budget:
-        message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} too much"
-    elif predicted is not None:
-        message += f": it ran out of memory, though only about {memory_size(predicted)} was predicted"
+    elif failure:
+        message += f": it ran out of memory ({failure})"
     ways = [remedy] if remedy else []
     if (advice := allocator_advice(device)) is not None:
         ways.append(f"set the environment variable {advice}")
     return "; ".join([message, *ways, "or raise adaptive_batching.memory_limit, if set"])
-
-
-def unexplained(budget: int, measurements: Sequence[Measurement], predicted: float, failure: str) -> str | None:
-    """Return that a batch of one ran out of memory twice although it was predicted to fit by far; None if it was not.
-
-    It is not known then what took so much, and so neither what would take less. ``failure`` is the last error.
-    """
-    failures = sum(m.batch_size == 1 and m.peak_bytes is None for m in measurements)
-    if failures < 2 or predicted >= (1 - NOISE) * budget:
-        return None
-    return (
-        f"a batch of one sample ran out of memory twice, though only about {memory_size(predicted)} of "
-        f"{memory_size(budget)} was predicted. The error was: {failure}. Another program may have taken memory "
-        "meanwhile, or a limit other than this one may apply, such as that of a cgroup or ulimit"
-    )

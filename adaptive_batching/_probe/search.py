@@ -1,301 +1,262 @@
-"""Searches for the largest batch size that fits: pure decisions over measured trial steps, independent of torch.
+"""Search for the largest batch size that fits: decisions over real training steps, independent of torch.
 
-A size that did not run is never returned, and none is tried again once it is known to fit or not. What measurements
-settle with a margin over their own error does not run: neither the candidate above the answer, nor that a second time.
-What contradicts the curve or another measurement by more than noise runs once more before it is believed.
+A step's peak above what rests between steps is the largest of several amounts, one for each moment of the step. Each is
+a constant that is not negative, and a number of bytes for every sample. So sizes that have run bound all others:
+
+- From above: ``k`` times the samples take at most ``k`` times the rise. What fits by this bound fits for certain.
+- From below: a line through two sizes, extended. What it puts above the budget does not fit, and never runs.
+
+The search runs one sample and two, and follows the line through the two largest sizes that fitted, at most
+:data:`LEAP` times as far as the last of them unless three lie on one line or the bound from above allows more. Where
+the curve bends upwards beyond what has run, a step can still run out of memory. A size that did not run is never the
+answer.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from adaptive_batching._probe.sizes import NOISE, Measurement, SizesRun
+from adaptive_batching._probe.sizes import Measurement
 
-# Tolerate this many measurements that contradict the curve before falling back to plain bisection.
-MAX_MISSES = 3
-# If the curve puts the next candidate above the budget by this share of it and by twice what the curve was seen to be
-# off, running that candidate could only cost an out-of-memory error.
-CERTAIN_EXCESS = 0.01
-# Share of the budget by which a curve may have been off, to be believed about a candidate that is not to run.
-BELIEVED_ERROR = 0.05
-# A step predicted to stay below this share of the budget fits by far, so it runs without calibration first.
-CERTAIN_FIT = 0.8
-# A size lies where the curve rises as it does at a larger one if it rises by this share of that from sample to sample.
-ON_SLOPE = 0.99
-# Without a prediction, a measured slope is extrapolated by at most this factor: floors make peak memory convex in b.
-MAX_EXTRAPOLATION = 4
-# The size for calibration is at least this share of the expected maximum. Libraries take their workspaces, some 5 MiB
-# each, when a computation is first large enough for them: calibrated at a 16th, the curve was off by most of a sample.
-CALIBRATING_SHARE = 1 / 8
-# After a failed guess from a single measurement, the next one leaves this share of the predicted rise above it, and far
-# more after each further failure: if the level was off by a little, that is enough.
-CAUTIOUS_SHARE = 0.01
-# If a step takes more than it has in use, by a varying amount, aim for this share of the room that the smallest
-# measured step leaves: with glibc's malloc, peaks of equal steps were seen to differ by a fifth of it.
-SHARE_OF_ROOM = 0.8
-# ... and do not spend a step on a size at most this many times as large as one that has run.
-NEAR_ENOUGH = 1.125
+LEAP = 4
+"""Times the largest size that fitted, up to which the line through it and another is believed."""
 
-# Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
-# nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size.
-Count = Callable[[int], tuple[float, float, float]]
+WORTH = 0.02
+"""Share of a size by which another must be larger to be worth a step."""
+
+BY_FAR = 0.8
+"""Share of the budget up to which a size may be used by the bound from above alone, without a run."""
 
 
-class CorrectedCurve:
-    """The memory curve as far as it is known: predicted, corrected by measurements, or only measured.
+@dataclass(frozen=True)
+class Line:
+    """A line through the peaks of two sizes."""
 
-    ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
-    limit; None if the allocator's rules are not known. Then what it last held in reserve is taken to be so at any size.
+    other_size: int
+    size: int
+    peak_bytes: float  # at that size
+    slope: float  # bytes for each sample
+    doubt: float  # by which noise may have changed the slope
+
+    def at(self, size: float) -> float:
+        return self.peak_bytes + (size - self.size) * self.slope
+
+    def reach(self, budget_bytes: float) -> float:
+        """Return the largest size, maybe a fraction, that the line puts within the budget; infinite if it is flat."""
+        return self.size + (budget_bytes - self.peak_bytes) / self.slope if self.slope > 0 else math.inf
+
+
+class Sizes:
+    """The candidates of a search, what has run of them, and what that says of the others.
+
+    Args:
+        measure: Batch size -> a step at that size, on memory that nothing has used before.
+        candidates: Sizes to choose from, ascending.
+        budget_bytes: Bytes that a step may take.
+        resting_bytes: Bytes in use between steps.
+        repeat: Batch size -> several steps as training begins with them.
+        noise: Share by which the rises of equal steps may differ.
+        tells_up_to: Share of the budget up to which one step tells that training goes on at a size.
     """
 
     def __init__(
-        self, sizes: SizesRun, predict_peak: Callable[[int], float] | None = None, count: Count | None = None
+        self,
+        measure: Callable[[int], Measurement],
+        candidates: Sequence[int],
+        budget_bytes: float,
+        resting_bytes: float = 0,
+        repeat: Callable[[int], Measurement] | None = None,
+        noise: float = 0.01,
+        tells_up_to: float = 1.0,
     ) -> None:
-        self.sizes = sizes
-        self.is_predicted = predict_peak is not None
-        self._predict = predict_peak
-        self._count = count if predict_peak is not None else None
-        self._is_refuted = False  # by a size that took more by far, twice
+        assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
+        self.candidates, self.budget_bytes, self.resting_bytes = candidates, budget_bytes, resting_bytes
+        self._measure, self._repeat, self._noise, self._tells_up_to = measure, repeat or measure, noise, tells_up_to
+        self.measurements: list[Measurement] = []
+        self.low = -1  # index of the largest candidate that fitted; -1 if none has yet
+        self.high = len(candidates)  # index of the smallest that did not; one past the end if none has failed yet
+        self._misses = 0  # sizes that fitted in one step, and not in several
 
     @property
-    def _measured(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending."""
-        # Those at which the allocator emptied its cache took what the limit left them.
-        peaks = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
-        return sorted(peaks.items())[-2:]
+    def is_open(self) -> bool:
+        """True if a candidate that has not run could still be the answer."""
+        return self.high - self.low > 1
 
     @property
-    def _overhead(self) -> float:
-        """Bytes that count against the limit per byte that is predicted, as last measured."""
-        if self._count is not None:
-            return 1.0
-        return next((m.overhead for m in reversed(self.sizes.measurements) if m.fits), 1.0)
-
-    @property
-    def points(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of up to two sizes that the curve passes through, ascending.
-
-        They lie on both sides of the budget if a size above it could be measured, as when nothing enforces the limit,
-        or when its steps ran because the allocator gave back what it would else have kept.
-        """
-        sizes = self.sizes
-        beyond = sizes.candidates[sizes.high] if sizes.high < len(sizes.candidates) else None
-        over = [
-            (m.batch_size, m.peak_bytes + m.freed_bytes)
-            for m in sizes.measurements
-            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes + m.freed_bytes > self.sizes.budget_bytes
-        ]
-        return [*self._measured[-1:], *over] if over else self._measured
+    def largest(self) -> int | None:
+        """Largest batch size that ran and fitted, or None if no candidate has."""
+        return self.candidates[self.low] if self.low >= 0 else None
 
     def run(self, index: int) -> bool:
-        """Run a candidate, once more if it takes more than is known of it by more than noise; True if it fitted."""
-        sizes, size = self.sizes, self.sizes.candidates[index]
-        believes = self._predict is not None and not self._is_refuted
-        in_use = believes and self._count is None and not self._measured  # is predicted, not what counts
-        larger = [m.peak_bytes for m in sizes.measurements if m.fits and m.peak_bytes and m.batch_size > size]
-        most = min([*larger, *([self.peak_bytes(size)] if believes else [])], default=math.inf)
+        """Run a candidate within the bracket; return True if it fitted.
 
-        def is_doubtful(measured: Measurement) -> bool:
-            if index == 0 and not believes and measured.peak_bytes is None:
-                return True  # the search would end here
-            return sizes.taken(measured) / (measured.overhead if in_use else 1) > most + NOISE * sizes.budget_bytes
-
-        before = len(sizes.measurements)
-        fitted = sizes.run(index, is_doubtful)
-        if len(sizes.measurements) - before > 1 and is_doubtful(sizes.measurements[-1]):
-            self._is_refuted = True
-        return fitted
-
-    def goal(self) -> int:
-        """Return the index of the candidate to run next; the search checks whether it lies within the bracket."""
-        sizes = self.sizes
-        if sizes.trusts_prediction:
-            return self.largest_that_fits()
-        smallest = min((m.peak_bytes for m in sizes.measurements if m.peak_bytes and m.fits), default=0)
-        share = (smallest + SHARE_OF_ROOM * (self.sizes.budget_bytes - smallest)) / max(self.sizes.budget_bytes, 1)
-        goal, low = self.largest_that_fits(share), sizes.low
-        is_near = 0 <= low < goal and sizes.candidates[goal] <= NEAR_ENOUGH * sizes.candidates[low]
-        return low if is_near and len(self.points) > 1 else goal
-
-    def within_reach(self, index: int) -> int:
-        """Return ``index``, or that of half the size while fewer than two measurements back an untrusted prediction."""
-        sizes = self.sizes
-        if sizes.trusts_prediction or self._predict is None or len(self._measured) > 1:
-            return index
-        half = bisect_right(sizes.candidates, sizes.candidates[index] / 2) - 1
-        return min(max(half, sizes.low + 1), index)
-
-    def exceeds(self, index: int) -> bool:
-        return self._predict is not None and self.peak_bytes(self.sizes.candidates[index]) > self.sizes.budget_bytes
-
-    def surely_exceeds(self, index: int) -> bool:
-        """Return True if a candidate certainly does not fit and need not run.
-
-        The prediction, calibrated by one measurement, must have been right about another, and put this one above the
-        budget by more than its error can be there, and than what the device's allocator holds in reserve.
+        One that should have fitted for certain, or without which the search would end, runs once more before that is
+        believed: a step can be disturbed so that it takes more, and not so that it takes less.
         """
-        size = self.sizes.candidates[index]
-        answer = max((m for m in self.sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
-        if self._predict is None or answer is None:
-            return False
-        if answer.retries:
-            needed, budget, at = self.peak_bytes(size), self.sizes.budget_bytes, answer.batch_size
-            # Does training at the answer go on, by the curve, once the allocator has emptied its cache?
-            is_known = self._count is not None and bool(self._measured) and self.peak_bytes(at) <= budget
-            # Only what is in use is sure.
-            if not is_known or self._correction(self._measured)(self._as_run(at)) <= budget:
-                needed = (answer.peak_bytes or 0) / answer.overhead + self._predict(size) - self._predict(at)
-            return needed > (1 + CERTAIN_EXCESS) * budget
-        if len(self._measured) < 2:
-            return False
-        (b0, peak0), (b1, peak1) = self._measured
-        error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
-        if error > BELIEVED_ERROR * self.sizes.budget_bytes:
-            return False
-        reach = (size - b1) / (b1 - b0)
-        uncertain = (
-            CERTAIN_EXCESS * self.sizes.budget_bytes + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
-        )
-        return self.peak_bytes(size) > self.sizes.budget_bytes + uncertain
+        assert self.low < index < self.high, (self.low, index, self.high)
+        size = self.candidates[index]
+        measured = self._run_once(size)
+        if not measured.fits and (index == 0 or self.at_most(size) <= self.budget_bytes):
+            measured = self._run_once(size)
+        if measured.fits:
+            self.low = index
+        else:
+            self.high = index
+        return measured.fits
 
-    def first(self) -> int:
-        """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
+    def _run_once(self, size: int) -> Measurement:
+        measured = self._repeat(size) if self._misses else self._measure(size)
+        self.measurements.append(measured)
+        if measured.fits and measured.retries and not self._misses:
+            measured = self._repeat(size)  # the allocator had to start over, and training may have to in each step
+            self.measurements.append(measured)
+        self._misses += self._misses > 0 and not measured.fits
+        return measured
 
-        There the curve must already rise as it does at the expected maximum. Below that the peak is a different one,
-        such as the optimizer's, and says nothing about the level that matters.
+    def confirm(self) -> bool:
+        """Run the answer as training begins with it, unless one step tells all; False if it does not fit then."""
+        size = self.candidates[self.low]
+        ran = [m for m in self.measurements if m.batch_size == size and m.fits][-1]
+        if ran.steps > 1 or (ran.peak_bytes or 0) <= self._tells_up_to * self.budget_bytes:
+            return True
+        measured = self._repeat(size)
+        self.measurements.append(measured)
+        if measured.fits:
+            return True
+        self._misses += 1
+        fitted = {m.batch_size for m in self.measurements if m.fits}
+        self.high, self.low = self.low, max((i for i in range(self.low) if self.candidates[i] in fitted), default=-1)
+        return False
+
+    def at_most(self, size: int) -> float:
+        """Return a bound from above on the peak at ``size`` in bytes, by the largest size that ran."""
+        if not (points := self._points()):
+            return math.inf
+        b, peak = points[-1]
+        return self.resting_bytes + (1 + 2 * self._noise) * (peak - self.resting_bytes) * max(size / b, 1)
+
+    def fits_by_far(self) -> int:
+        """Return the index of the largest candidate that fits by far, by the bound from above; -1 if none is known."""
+        end = bisect_right(self.candidates, BY_FAR * self.budget_bytes, hi=self.high, key=self.at_most)
+        return end - 1 if self._points() else -1
+
+    def cap(self, largest: int) -> None:
+        """Drop the candidates above the first one of at least ``largest``, other than those that have run."""
+        end = max(bisect_left(self.candidates, largest), self.low) + 1
+        self.candidates, self.high = self.candidates[:end], min(self.high, end)
+
+    def line(self) -> Line | None:
+        """Return the line that tells of sizes beyond the largest that fitted; None if it is not known.
+
+        It is through two sizes that fitted, or the largest that did and a larger one that ran all the same.
         """
-        candidates, predict = self.sizes.candidates, self._predict
-        if predict is None:
-            return 0
-        by_far = CERTAIN_FIT * self.sizes.budget_bytes
-        if predict(candidates[-1]) <= by_far and self._expected(candidates[-1]) <= by_far:
-            return self.within_reach(len(candidates) - 1)
-        expected = max(self.largest_that_fits(), 0)
-        maximum = candidates[expected]
-        on_slope = 2 + bisect_left(range(2, max(maximum // 2, 2)), ON_SLOPE * self._rise(maximum), key=self._rise)
-        calibrating = max(on_slope, math.ceil(CALIBRATING_SHARE * maximum))
-        return min(bisect_left(candidates, calibrating), self.within_reach(expected))
+        points = self._points()
+        if points and (above := self._above()) is not None:
+            return self._through(points[-1], above)
+        return self._line_up_to(points)
 
-    def peak_bytes(self, size: int) -> float:
-        """Return the expected peak in bytes at batch size ``size``, by the sizes that were measured to fit."""
-        return self._correction(self._measured)(self._expected(size))
+    def goal(self) -> int | None:
+        """Return the index of the candidate to run next; None if the largest that fitted is the answer."""
+        low, high, candidates = self.low, self.high, self.candidates
+        if not self.is_open:
+            return None
+        if low < 0:
+            return 0 if not self._misses else max(high - 2 ** (self._misses - 1), 0)
+        b, line, has_failed = candidates[low], self.line(), high < len(candidates)
+        reach = math.inf if line is None else line.reach(self.budget_bytes)
+        most = bisect_right(candidates, self._allowed(), low + 1, high) - 1  # index of the largest that can fit
+        if most == low or (has_failed and candidates[most] <= (1 + WORTH) * b):
+            return None
+        if self._misses:  # what trains lies just below what fitted in one step
+            has_trained = any(m.batch_size == b and m.fits and m.steps > 1 for m in self.measurements)
+            return (low + high) // 2 if has_trained else max(min(most, high - 2 ** (self._misses - 1)), low + 1)
+        if has_failed and self._above() is not None:
+            goal = reach  # between two sizes that ran, the line is a bound from above
+        else:
+            goal = max(min(self._expected(), reach), self._surely())
+            if has_failed and reach >= candidates[high]:  # the line did not tell: the curve bends upwards
+                goal = min(goal, math.sqrt(b * candidates[high]))
+        index = bisect_right(candidates, goal, low + 1, high) - 1
+        if index == low or candidates[index] <= (1 + WORTH) * b:  # too little to be worth a step
+            likely = bisect_right(candidates, min(reach, LEAP * b), low + 1, most + 1) - 1
+            index = (low + most + 1) // 2 if has_failed else max(likely, low + 1)
+        return index if candidates[index] > (1 + WORTH) * b else None
 
-    def _correction(self, measured: list[tuple[int, int]]) -> Callable[[float], float]:
-        """Return what makes of a predicted peak the expected one: the curve then passes through ``measured`` points."""
-        if not measured:
-            return lambda predicted: predicted
-        b1, peak1 = measured[-1]
-        predicted1, rise = self._as_run(b1), self._overhead
-        if len(measured) > 1:
-            b0, peak0 = measured[0]
-            predicted_rise = predicted1 - self._as_run(b0)
-            # Else the two peaks are of different moments of the step.
-            if self._rise(b0) >= ON_SLOPE * self._rise(b1) and predicted_rise > 0 and peak1 > peak0:
-                rise = (peak1 - peak0) / predicted_rise
-        return lambda predicted: peak1 + rise * (predicted - predicted1)
+    def _points(self, *, in_use: bool = False) -> list[tuple[int, int]]:
+        """(batch size, peak bytes) of the sizes that fitted, ascending, other than those that the limit held down."""
+        fitted = [m for m in self.measurements if m.fits and not m.retries]
+        return sorted({m.batch_size: (m.in_use_bytes if in_use else m.peak_bytes) or 0 for m in fitted}.items())
 
-    def _expected(self, size: int) -> float:
-        """Return the predicted bytes of ``size``, as the limit counts them where that is known."""
-        assert self._predict is not None
-        return self._predict(size) if self._count is None else self._count(size)[2]
+    def _through(self, first: tuple[int, int], second: tuple[int, int]) -> Line:
+        (b0, peak0), (b, peak) = first, second
+        doubt = 2 * self._noise * (peak - self.resting_bytes) / (b - b0)
+        return Line(b0, b, peak, (peak - peak0) / (b - b0), doubt)
 
-    def _as_run(self, size: int) -> float:
-        """Return the peak in bytes that was predicted for the steps that have run at ``size``, without a limit."""
-        assert self._predict is not None
-        if self._count is None:
-            return self._predict(size)
-        repeats = any(len(m.step_peaks) > 1 for m in self.sizes.measurements if m.batch_size == size)
-        return self._count(size)[1 if repeats else 0]
+    def _line_up_to(self, points: list[tuple[int, int]]) -> Line | None:
+        """Return the line through the last point and the nearest one that noise cannot have raised or lowered to it."""
+        lines = [self._through(point, points[-1]) for point in points[:-1]]
+        return next((line for line in reversed(lines) if line.slope > 4 * line.doubt), lines[0] if lines else None)
 
-    def _rise(self, size: int) -> float:
-        assert self._predict is not None
-        return self._predict(size + 1) - self._predict(size)
+    def _above(self) -> tuple[int, int] | None:
+        """(batch size, peak bytes) of the smallest size that ran to its end and took more than the budget."""
+        ran = [(m.batch_size, m.peak_bytes) for m in self.measurements if m.peak_bytes is not None]
+        return min((point for point in ran if point[1] > self.budget_bytes), default=None)
 
-    def largest_that_fits(self, share: float = 1.0) -> int:
-        """Return the index, even off the bracket, of the largest candidate expected to fit ``share`` of the budget."""
-        candidates, predict = self.sizes.candidates, self._predict
-        if predict is None:
-            return self._secant()
-        expected, aim = self._correction(self.points), share * self.sizes.budget_bytes
-        # Both rise with the size, so bisection is exact. Counting takes a replay, and counts no less than is in use.
-        end = bisect_right(candidates, aim, key=lambda size: expected(predict(size)))
-        if self._count is not None:
-            end = bisect_right(candidates, aim, hi=end, key=lambda size: expected(self._expected(size)))
-        return end - 1
+    def _surely(self) -> float:
+        """Return the size that fits for certain by the bound from above."""
+        if not (points := self._points()):
+            return 0.0
+        b, peak = points[-1]
+        rise = (1 + 2 * self._noise) * (peak - self.resting_bytes)
+        return b * (self.budget_bytes - self.resting_bytes) / max(rise, 1)
 
-    def _secant(self) -> int:
-        sizes, measured = self.sizes, self._measured
-        if not measured:
-            return (sizes.low + sizes.high) // 2
-        b1, peak1 = measured[-1]
-        reach: float = MAX_EXTRAPOLATION * b1
-        if len(measured) == 2 and peak1 > measured[0][1]:
-            b0, peak0 = measured[0]
-            reach = min(reach, b1 + (self.sizes.budget_bytes - peak1) * (b1 - b0) / (peak1 - peak0))
-        elif sizes.high < len(sizes.candidates):
-            # A flat curve says nothing about where it starts to rise.
-            reach = min(reach, (b1 + sizes.candidates[sizes.high]) / 2)
-        return bisect_right(sizes.candidates, reach) - 1
+    def _allowed(self) -> float:
+        """Return the size above which none fits by the line of what is in use, even if noise has made it too steep."""
+        line = self._line_up_to(self._points(in_use=True))
+        if line is None or line.slope <= line.doubt:
+            return math.inf
+        return line.size + (self.budget_bytes - line.peak_bytes) / (line.slope - line.doubt)
+
+    def _expected(self) -> float:
+        """Return the size that the line allows even if noise has made it too flat, and that is not too far off."""
+        points = self._points()
+        if (line := self._line_up_to(points)) is None:
+            return 2.0 * self.candidates[self.low]
+        if line.slope <= line.doubt:  # flat, as far as noise tells
+            return LEAP * line.size
+        within = line.size + (self.budget_bytes - line.peak_bytes) / (line.slope + line.doubt)
+        before = self._line_up_to([point for point in points if point[0] <= line.other_size])
+        is_straight = before is not None and abs(before.slope - line.slope) <= line.doubt + before.doubt
+        return within if is_straight else min((within + max(self._surely(), line.size)) / 2, LEAP * line.size)
 
 
-def power_of_two(curve: CorrectedCurve) -> None:
+def predict(sizes: Sizes) -> None:
+    """Follow the line through the two largest sizes that fitted; see the module."""
+    while (index := sizes.goal()) is not None:
+        sizes.run(index)
+
+
+def power_of_two(sizes: Sizes) -> None:
     """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
-    sizes = curve.sizes
     every = isinstance(sizes.candidates, list)  # else 1, 2, 3, ...
     powers = [2**k - 1 for k in range(sizes.candidates[-1].bit_length())]
     for index in range(len(sizes.candidates)) if every else powers:
-        if sizes.low < index < sizes.high and not curve.run(index):
+        if sizes.low < index < sizes.high and not sizes.run(index):
             return
 
 
-def binary_search(curve: CorrectedCurve) -> None:
+def binary_search(sizes: Sizes) -> None:
     """Double until a size fails, then bisect."""
-    power_of_two(curve)
-    _bisect(curve)
+    power_of_two(sizes)
+    while sizes.is_open:
+        sizes.run((sizes.low + sizes.high) // 2)
 
 
-def predict(curve: CorrectedCurve) -> None:
-    """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
-
-    The curve comes from two traces of the training step. Its shape is exact and its level is off by a constant, so the
-    first real step, at a small size, calibrates it. Repeated contradictions by measured steps end in bisection: a wrong
-    curve costs steps, but never gives a wrong answer. Without one, guesses follow the secant through the two largest
-    sizes that fitted.
-    """
-    sizes = curve.sizes
-    if not sizes.measurements:
-        first = curve.first()
-        if sizes.avoids_failures and curve.exceeds(first):
-            return
-        curve.run(first)
-    sizes.repeats = curve.is_predicted  # each may be the answer
-    while sizes.open:
-        misses = sizes.misses  # each widens the next correction
-        guess = curve.goal()
-        if guess <= sizes.low:
-            # By the curve, this is the answer. Confirm it now, while it is the size that has just run.
-            if sizes.largest is not None and not sizes.confirm():
-                continue
-            # Prove it by running the next candidate, unless that one certainly does not fit.
-            if (sizes.avoids_failures and sizes.largest is not None) or curve.surely_exceeds(sizes.low + 1):
-                return
-            sizes.misses += curve.run(min(sizes.low + 2**misses, sizes.high - 1))
-        elif guess >= sizes.high:
-            back = sizes.high - 2 ** max(misses - 1, 0)
-            if not curve.points:  # even the calibrating size did not fit
-                back = (sizes.low + sizes.high) // 2
-            elif len(curve.points) == 1:
-                caution = min(CAUTIOUS_SHARE * 5 ** (misses - 1), 1.0)
-                left = max(1 - curve.points[0][1] / sizes.budget_bytes, 0.0)
-                back = min(back, curve.largest_that_fits(1 - caution * left))
-            sizes.misses += not curve.run(max(back, sizes.low + 1))
-        else:
-            sizes.misses += not curve.run(curve.within_reach(guess))
-        if sizes.misses > MAX_MISSES and sizes.high < len(sizes.candidates):
-            _bisect(curve)
+SEARCHES = {"predict": predict, "binary_search": binary_search, "power_of_two": power_of_two}
 
 
 class StepTimes(Protocol):
@@ -309,56 +270,36 @@ class StepTimes(Protocol):
 
 
 def settle_for_enough(
-    curve: CorrectedCurve,
-    enough: Callable[[], int | None],
+    sizes: Sizes,
+    suffices: int | None,
+    enough: Callable[[], int | None] = lambda: None,
     is_worth: Callable[[int, int], bool] = lambda small, large: True,
-    suffices: int | None = None,
 ) -> int | None:
-    """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
+    """Run no more than shows that a size fits by far from which on larger ones are of little use, and return it.
 
-    Return the largest size that is predicted to fit by far, so that it need not run, if it is a third of what is enough
-    or more: the time that larger ones save is then at most three times what is of no use. Else both run once more, as a
-    first step often waits for something else. Return it then, or the largest that has run, also if what is enough is
-    not worth its trials by ``is_worth``, which takes the two sizes. Else the search goes on.
-
-    One run of the smallest size will do if ``suffices``, or the largest candidate, is predicted to fit by far.
+    That size is ``suffices``; if None, ``enough`` tells it from the times of the two smallest. Return a smaller one if
+    larger ones are not worth their trials by ``is_worth``, which takes both sizes; and None if memory may not be
+    enough, which the search has to tell.
     """
-    sizes = curve.sizes
-
-    def fits_by_far() -> int:
-        return curve.largest_that_fits(CERTAIN_FIT) if curve.is_predicted else -1
-
-    smallest = range(min(2, len(sizes.candidates)))
-    for index in smallest:
-        if sizes.avoids_failures and curve.exceeds(index):
-            return None
-        if not sizes.low < index < sizes.high or not curve.run(index):
-            return None
-        if index == 0 and suffices is not None and (by_far := fits_by_far()) >= 0:
-            size = sizes.candidates[by_far]
-            if size >= min(suffices, sizes.candidates[-1]):
-                return size
-    for is_sure in (False, True):
-        if is_sure and not all(sizes.run_anew(index) for index in smallest):
+    if not sizes.run(0):
+        return None
+    if suffices is None and len(sizes.candidates) > 1:
+        if not sizes.run(1):
             return None
         if (wanted := enough()) is None:
-            continue
-        last = max(min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1), sizes.low)
-        by_far = min(fits_by_far(), last)
-        if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[last]:
-            sizes.cap(sizes.candidates[last])
-            return sizes.candidates[by_far]
-        if is_sure:
-            sizes.cap(sizes.candidates[last])
-            size, largest = sizes.candidates[max(by_far, sizes.low)], sizes.candidates[last]
-            return None if size == largest or is_worth(size, largest) else size
-    return None
-
-
-def _bisect(curve: CorrectedCurve) -> None:
-    sizes = curve.sizes
-    while sizes.open:
-        curve.run((sizes.low + sizes.high) // 2)
-
-
-SEARCHES = {"predict": predict, "binary_search": binary_search, "power_of_two": power_of_two}
+            return None
+        sizes.cap(wanted)
+    last = len(sizes.candidates) - 1
+    while (largest := max(sizes.fits_by_far(), sizes.low)) < last:
+        size, by_far = sizes.candidates[largest], sizes.fits_by_far() >= sizes.low
+        if suffices is not None and by_far and (sizes.largest or 0) >= suffices:
+            return size
+        if suffices is None and not is_worth(size, sizes.candidates[last]):
+            return size
+        if (index := sizes.goal()) is None:
+            return None
+        if suffices is not None:
+            index = max(min(index, bisect_left(sizes.candidates, suffices)), sizes.low + 1)
+        if not sizes.run(index):
+            return None
+    return sizes.candidates[last] if sizes.fits_by_far() == last else None

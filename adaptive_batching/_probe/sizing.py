@@ -127,15 +127,6 @@ class Sizing:
         return self.request.upper * self.equal_parts
 
     @property
-    def least_forward(self) -> int:
-        """The samples of a forward that the settings leave to a run at least: 1 where it takes what fits."""
-        size, takes_what_fits = self.settings.micro_batch_size, self.settings.use_maximum_batch_size
-        if isinstance(size, Fixed):
-            return size.samples
-        takes_what_fits = takes_what_fits and not self.settings.grows
-        return self.batch_size if isinstance(size, Whole) and not takes_what_fits else 1
-
-    @property
     def unprobed(self) -> Sizes:
         """The sizes of a run that needs no probe."""
         request = self.request

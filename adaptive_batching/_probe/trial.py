@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._memory import MemoryMeter, free_host_bytes
 from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._probe.paged_states import make_paged_states, set_to_zero
+from adaptive_batching._probe.probed_step import TrainingStep, has_states, trainable
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._snapshot import Snapshot, without_hooks
-from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
-from adaptive_batching._trace.training import TrainingStep, has_states, trainable
 from adaptive_batching._unused_memory import keep_little_on_the_host
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_size
 
@@ -89,27 +89,23 @@ class Trial:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    @property
-    def makes_states(self) -> bool:
-        return bool(self._made)
-
     def measure(self, batch_size: int) -> Measurement:
         """Run one full training step at ``batch_size`` with an empty allocator cache."""
         self._clear(states=self._has_begun)
         self._has_begun = False
-        return self.measure_again(batch_size)
+        return self.go_on(batch_size)
 
     def begin(self, batch_size: int) -> Measurement:
         """Run a step as the first one of training does, which makes the optimizer states."""
         self._clear(states=True)
         self._has_begun = True
-        return replace(self.measure_again(batch_size), makes_states=self.makes_states)
+        return replace(self.go_on(batch_size), makes_states=bool(self._made))
 
-    def measure_again(self, batch_size: int) -> Measurement:
+    def go_on(self, batch_size: int) -> Measurement:
         """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do."""
-        meter, run = self._meter, self._step.bind(self._step.model, self._step.optimizers, *self._step.code)
+        meter = self._meter
         meter.reset_peak()
-        retries_before, freed_before = meter.num_retries(), meter.num_freed_bytes()
+        retries_before = meter.num_retries()
         start = time.perf_counter()
         batches: list[Any] = []
 
@@ -120,7 +116,7 @@ class Trial:
 
         def train() -> None:
             batch = batches.pop()
-            run(batch)
+            self._step.run(batch)
             meter.synchronize()
 
         ran_out = self._runs_out(prepare)
@@ -128,9 +124,8 @@ class Trial:
         ran_out = not self._all_ready(not ran_out) or self._runs_out(train)
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
         seconds = time.perf_counter() - start
-        retries, freed_bytes = meter.num_retries() - retries_before, meter.num_freed_bytes() - freed_before
+        retries = meter.num_retries() - retries_before
         peak_bytes = None if ran_out else meter.peak_bytes()
-        overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(meter.peak_allocated_bytes(), 1), 1.0)
         if ran_out:
             self._clear()
         self._drop_gradients()
@@ -139,7 +134,8 @@ class Trial:
         took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
-        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries, freed_bytes=freed_bytes)
+        in_use_bytes = None if ran_out else meter.peak_allocated_bytes()
+        return Measurement(batch_size, fits, peak_bytes, seconds, retries, in_use_bytes=in_use_bytes)
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
         try:

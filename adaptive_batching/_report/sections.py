@@ -14,11 +14,10 @@ from adaptive_batching._report.events import Event, Events, Run, by_dataset, row
 from adaptive_batching._values import memory_size
 
 MIB, GIB = 2**20, 2**30
-_COLOURS = 8  # of runs, and of kinds of memory
+_COLOURS = 8  # of runs
 # Steps from which a running mean of the loss is drawn, and the share of the steps that it covers.
 _STEPS_TO_SMOOTH = 40
 _SMOOTHED_SHARE = 20
-_IN_USE = "in use before, and not traced"
 
 CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
     "loss": ("Loss", "mean of a step", (("loss", "loss"), ("trend", "running mean"), ("validation", "validation"))),
@@ -284,28 +283,7 @@ def probe(run: Run) -> list[Html]:
         fits = "yes" if trial["fits"] else "no"
         rows.append([say.count(trial["batch_size"]), peak, fits, say.duration(trial["seconds"])])
     ran = table(["batch size", "peak memory", "fits", "first step"], rows, caption="Sizes that ran, in order")
-    return [tag("p", " ".join(words)), picture, *_what_sets_the_peak(probe_event), ran]
-
-
-def _what_sets_the_peak(probe: Event) -> list[Html]:
-    alive = probe["peak_kinds"]
-    if not any(alive.values()):
-        return []
-    at = probe["enough"] or probe["batch_size"]
-    ran = [(trial["batch_size"], trial["peak_bytes"]) for trial in probe["measurements"]]
-    peak = next((peak for size, peak in (*ran, *probe["predicted"]) if size == at and peak is not None), 0)
-    alive = {**alive, _IN_USE: max(peak - sum(alive.values()), 0)}
-    total = sum(alive.values())
-    kinds = sorted((kind for kind in alive if alive[kind] > total / 1000), key=lambda kind: -alive[kind])
-    heading = f"What sets the peak of {memory_size(total)} at {say.plural(at, 'sample')}: the {probe['peak_moment']}"
-    parts, rows = [], []
-    for number, kind in enumerate(kinds):
-        share = 100 * (alive[kind] / total)
-        parts.append(tag("i", class_=f"c{number % _COLOURS}", style=f"width:{share:.3f}%"))
-        rows.append([_coloured(number, kind), memory_size(alive[kind]), f"{share:.0f} %"])
-    rows.append([Html("<span>peak</span>"), memory_size(total), "100 %"])
-    bar = tag("div", *parts, class_="bar", aria_hidden="true")
-    return [tag("h4", heading), bar, table(["kind", "bytes", "share"], rows, words=[0])]
+    return [tag("p", " ".join(words)), picture, ran]
 
 
 def exploration(run: Run) -> list[Html]:

@@ -81,7 +81,7 @@ class DataParallel:
         return not self.roots or self.collectives is not None
 
     def without_ddp(self, model: nn.Module) -> nn.Module:
-        """Return what DDP wraps, if it is in ``model``, as DDP cannot be copied for a trace."""
+        """Return what DDP wraps, if it is in ``model``: parts of a step communicate once, at its end."""
         return model if self._copy is None else self._copy.module
 
     def record(self, forward_backward: Callable[[], object], device: torch.device) -> None:

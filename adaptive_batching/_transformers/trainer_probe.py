@@ -20,16 +20,15 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import Snapshot
-from adaptive_batching._trace.training import Run, TrainingStep, models_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
-    replaced,
     unheard,
 )
 from adaptive_batching._transformers.row_of_samples import RowAttention
@@ -64,40 +63,26 @@ def probe(
         others = sharded_besides(trainer, trained)
         models = nn.ModuleList([trained, *others.values()]) if others else trained
 
-        def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
-            bound, *rest = models_of(model)
+        attention = RowAttention(models)
 
-            attention = RowAttention(model)
+        def forward_backward(inputs: Any, bounds: SampleBounds | None, count: int) -> torch.Tensor:
+            number = kind.count(inputs, count) if kind.takes_number else None
+            start = time.perf_counter()
+            with nullcontext() if bounds is None else attention.within(bounds):
+                loss = trainer.forward_backward(trained, dict(inputs), number)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
+            step.times.note(count, time.perf_counter() - start)
+            return loss  # type: ignore[no-any-return]
 
-            def forward_backward(inputs: Any, bounds: SampleBounds | None, count: int) -> torch.Tensor:
-                number = kind.count(inputs, count) if kind.takes_number else None
-                own: dict[str, Any] = {}
-                if model is not models:  # a trace has a device and models of its own
-                    own = {"_prepare_inputs": lambda batch: batch, **dict(zip(others, rest, strict=True))}
-                around = nullcontext() if bounds is None else attention.within(bounds)
-                with replaced(trainer, **own), around:
-                    return trainer.forward_backward(bound, dict(inputs), number)  # type: ignore[no-any-return]
-
-            def timed(inputs: Any, bounds: SampleBounds | None, count: int) -> torch.Tensor:
-                start = time.perf_counter()
-                loss = forward_backward(inputs, bounds, count)
-                if device.type != "cpu":
-                    torch.get_device_module(device).synchronize(device)
-                step.times.note(count, time.perf_counter() - start)
-                return loss
-
-            def run(batch: Any) -> None:
-                is_real = model is models
-                forward = partial(timed if is_real else forward_backward, *batch)
-                forwards = [forward] * (2 if is_real and request.in_parts else 1)
-                if not step.models or not is_real:
-                    for forward in forwards:
-                        forward()
-                elif (outcome := step.run(forwards)).failed:
-                    raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-                clip_and_step(model, optimizers, trainer.args.max_grad_norm or math.inf)
-
-            return run
+        def run(batch: Any) -> None:
+            forwards = [partial(forward_backward, *batch)] * (2 if request.in_parts else 1)
+            if not step.models:
+                for forward in forwards:
+                    forward()
+            elif (outcome := step.run(forwards)).failed:
+                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            clip_and_step(models, [optimizer], trainer.args.max_grad_norm or math.inf)
 
         def make_batch(size: int) -> tuple[Any, SampleBounds | None, int]:
             longest, shortest = extremes
@@ -109,13 +94,10 @@ def probe(
                 row = step.cut_again(row, step.tokens([shortest]))
             return row.inputs, row.bounds, size
 
-        traced = TrainingStep(
-            models, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda",
-            holds_gradients=request.in_parts,
-        )  # fmt: skip
         return find_largest(
-            traced, settings, memory_meter(device), request, ranks=ranks, times=step.times, scratch=scratch
-        )
+            TrainingStep(models, [optimizer], make_batch, run, owners=[trainer]), settings, memory_meter(device),
+            request, ranks=ranks, times=step.times, scratch=scratch,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -137,7 +119,7 @@ def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimiz
     else:
         trainer.create_optimizer()
         model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-    scaler, trainer.accelerator.scaler = trainer.accelerator.scaler, None  # a trace would leave its numbers in it
+    scaler, trainer.accelerator.scaler = trainer.accelerator.scaler, None  # steps of a probe do not scale
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     try:

@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes, with its CUDA library: their states in managed memory, probed and traced."""
+"""Optimizers of bitsandbytes, with its CUDA library: their states in managed memory, probed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget
 from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
-from adaptive_batching._trace.trace import trace_step
-from adaptive_batching._trace.training import TrainingStep
 from tests.support.steps import step_of
 
 GIB, MIB = 2**30, 2**20
@@ -53,10 +52,10 @@ def test_managed_memory_of_our_own_does_not_count_as_taken() -> None:
     control.set_memory(3 * GIB)
     meter = memory_meter("cuda")
     step = make_step(bitsandbytes.optim.PagedAdamW)
-    step.bind(step.model, [])(step.make_batch(1))  # what the first products take
+    step.run(step.make_batch(1))  # what the first products take
     meter.release()
     before = memory_budget(CONFIG, meter)
-    step.bind(step.model, step.optimizers)(step.make_batch(1))
+    step.run(step.make_batch(1))
     meter.release()
     assert sum(page.nbytes for page in pages) == 512 * MIB
     assert meter.free_bytes() + meter.used_bytes() < before, "the device counts them"
@@ -82,20 +81,3 @@ def test_what_a_trial_saves_of_states_that_are_zero_is_nothing(caplog: pytest.Lo
     assert "saved while probing: 0.0 MiB in a file" in caplog.text and "256 MiB in the host's memory" in caplog.text
     assert len(pages) == 8 and zeroed >= 8, "each is set to zero by the device, which computes nothing here"
     assert all(step.optimizers[0].state[parameter]["step"] == 0 for parameter in step.model.parameters())
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "PagedAdamW"])
-@pytest.mark.parametrize("stepped", [True, False])
-def test_a_trace_asks_nothing_of_the_device(name: str, stepped: bool) -> None:
-    step = make_step(getattr(bitsandbytes.optim, name))
-    if stepped:
-        step.bind(step.model, step.optimizers)(step.make_batch(1))
-    step.make_batch(3)
-    before, allocated = control.counters(), len(pages)
-    _, kinds = trace_step(step).record_at(8).at_peak()
-    asked = control.counters() - before
-    assert asked.kernels <= 2, "the batches that are traced are real"
-    assert len(pages) == allocated
-    size = 2 * 4 * WIDTH**2  # of two states, of a byte each
-    scales = 0 if name == "PagedAdamW" else 4 * size // 256
-    assert kinds["optimizer states"] == (0 if "Paged" in name else size) + scales

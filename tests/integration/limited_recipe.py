@@ -49,14 +49,13 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
     unchanged = all(map(torch.equal, state, snapshot(host))) and not states
 
     step = training_step(host, probe.sample, accumulates=False)
-    run = step.bind(step.model, step.optimizers)
     for _ in range(8):
-        run(step.make_batch(result.batch_size))
-    (b0, peak0), (b1, peak1) = result.predicted[-2:]
+        step.run(step.make_batch(result.batch_size))
+    (b0, peak0), *_, (b1, peak1) = [(m.batch_size, m.peak_bytes or 0) for m in result.measurements if m.fits][1:]
     free = extra_mib * MIB - (result.budget_bytes - data_before)
     larger_fails = False
     try:
-        run(step.make_batch(result.batch_size + 2 + int(free / ((peak1 - peak0) / (b1 - b0)))))
+        step.run(step.make_batch(result.batch_size + 2 + int(free / ((peak1 - peak0) / (b1 - b0)))))
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -87,7 +87,7 @@ def asked_of(known: Sizing) -> Sizing:
 def line_of(words: str, known: Sizing) -> str:
     """Return what is decided for these settings in a line, as the table has it.
 
-    settings | samples asked for + included, what bounds them, flags, least forward | answer: batch < its bound, what
+    settings | samples asked for + included, what bounds them, flags | answer: batch < its bound, what
     gives that, micro-batch x batches of a step, samples that fit in a forward
     """
     request = known.request if known.bounds_batch else asked_of(known).request
@@ -108,7 +108,7 @@ def line_of(words: str, known: Sizing) -> str:
             parts = f"{sizes.batch_size}<{sizes.maximum} {short(sizes.reason)} {sizes.micro_batch_size}x{batches}{fits}"
             told.append(f"{size}: {parts}" if size else parts)
     asked = f"{request.upper}{include} {short(request.upper_reason)}" if known.probes else "-"
-    return f"{words} | {asked} {flags} {known.least_forward} | {', '.join(told)}"
+    return f"{words} | {asked} {flags} | {', '.join(told)}"
 
 
 def in_forward(sizes: Sizes) -> int:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from adaptive_batching import _snapshot as snapshot_module
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe import trial as trial_module
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.trial import Trial
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
 from tests.support.changing import described, random_numbers
 
@@ -68,18 +68,14 @@ class HalfwayOptimizer(torch.optim.AdamW):
 
 
 def training_step(model: Model, optimizer: Optimizer) -> TrainingStep:
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(batch: torch.Tensor) -> None:
-            random.random(), np.random.rand()
-            model.train()
-            model(batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    def run(batch: torch.Tensor) -> None:
+        random.random(), np.random.rand()
+        model.train()
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        return run
-
-    return TrainingStep(model, [optimizer], lambda batch_size: torch.randn(batch_size, 8), bind)
+    return TrainingStep(model, [optimizer], lambda batch_size: torch.randn(batch_size, 8), run)
 
 
 class Training:
@@ -90,7 +86,7 @@ class Training:
         self.optimizer = make(self.model.parameters())
         self.step = training_step(self.model, self.optimizer)
         if trained:
-            self.step.bind(self.model, [self.optimizer])(torch.randn(4, 8))
+            self.step.run(torch.randn(4, 8))
 
     @property
     def num_trained(self) -> int:
@@ -136,7 +132,7 @@ def test_other_errors_come_through_and_leave_no_trace_either() -> None:
         Trial(training.step, CpuMeter(), BUDGET) as trial,
     ):
         trial.measure(2)
-        training.step.bind(training.model, [training.optimizer])(torch.randn(2, 9))
+        training.step.run(torch.randn(2, 9))
 
 
 def test_a_step_over_budget_does_not_fit_although_it_ran() -> None:
@@ -165,7 +161,7 @@ def test_only_buffers_and_what_the_optimizers_step_are_saved(monkeypatch: pytest
     student = training.model
     with Trial(dataclasses.replace(training.step, model=nn.ModuleList([student, teacher])), CpuMeter(), BUDGET):
         pass
-    with Trial(TrainingStep(teacher, [], range, lambda *_: lambda _: None), CpuMeter(), BUDGET):
+    with Trial(TrainingStep(teacher, [], range, lambda _: None), CpuMeter(), BUDGET):
         pass
     stepped = Training(torch.optim.AdamW, trained=True)
     with Trial(dataclasses.replace(stepped.step, updates=False), CpuMeter(), BUDGET):
@@ -256,7 +252,7 @@ def test_a_size_begins_as_training_does_with_states_that_its_first_step_makes(tr
         assert len(training.optimizer.state) == training.num_trained, "they are there before the first step"
         makes_states = [trial.measure(3).makes_states, trial.begin(3).makes_states]
         before = len(meter.released)
-        makes_states.append(trial.measure_again(3).makes_states)
+        makes_states.append(trial.go_on(3).makes_states)
         assert len(meter.released) == before, "another step runs on what the first has left"
         trial.begin(5)
         trial.measure(4)

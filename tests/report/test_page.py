@@ -118,18 +118,6 @@ def test_each_of_several_validation_sets_has_a_curve_and_values_of_its_own(tmp_p
     assert "validation loss on code: last 2.0000 after step 4, least 2.0000 after step 4" in table
 
 
-def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
-    kinds = {"weights": 314572800, "logits": 419430400, "other": 0}
-    event = {**PROBED, "peak_moment": "backward", "peak_kinds": kinds}
-    (tmp_path / "report.jsonl").write_text(json.dumps(event) + "\n")
-    page = page_of(tmp_path)
-    assert page.tables["probe"][0][1:] == [
-        ["logits", "400 MiB", "37 %"], ["in use before, and not traced", "369 MiB", "34 %"],
-        ["weights", "300 MiB", "28 %"], ["peak", "1.04 GiB", "100 %"],
-    ]  # fmt: skip
-    assert "What sets the peak of 1.04 GiB at 32 samples: the backward" in page.words["probe"]
-
-
 @pytest.mark.parametrize(("exact", "shown"), [(51, 51), (32, None), (None, None)])
 def test_a_maximum_that_is_rounded_down_says_what_would_fit(
     exact: int | None, shown: int | None, tmp_path: Path

@@ -20,7 +20,7 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.split import split_by_length
 from adaptive_batching._step.work import Part
-from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
+from tests.support.counting_device import GIB, KIB, MIB, Device, Layer
 from tests.support.toy_work import ToyWork
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel
 
-from adaptive_batching._torchtune.stock.stand_ins import without_torchvision
+from adaptive_batching._torchtune.stock.images import without_torchvision
 
 with without_torchvision():
     from torchtune.models.llama3_2_vision._component_builders import llama3_2_vision_decoder, llama3_2_vision_encoder

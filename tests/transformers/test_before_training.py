@@ -130,7 +130,7 @@ class Keeping(transformers.Trainer):
 def test_no_fake_tensor_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -> None:
     auto = AdaptiveArguments(micro_batch_size="auto")
     probed = make_trainer(tmp_path / "a", auto, kind=Keeping, num_train_epochs=1)
-    assert probed.adaptive.find().probe.search == "predict", "the step was traced"
+    probed.adaptive.find()
     gc.collect()
     assert not [value for value in gc.get_objects() if type(value) is FakeTensor]
     assert probed.sums == {} and len(probed.kept) == 1

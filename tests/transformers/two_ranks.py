@@ -21,17 +21,12 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from adaptive_batching import ConfigError, _snapshot
-from adaptive_batching._probe.find import find_largest
-from adaptive_batching._probe.trial import unchanged
 from adaptive_batching._ranks import fsdp
-from adaptive_batching._trace.training import TrainingStep
-from adaptive_batching._transformers import trainer_probe
 from adaptive_batching._transformers.handed_out import StepInputs
 from adaptive_batching._transformers.step_in_parts import ForwardBackward, StepInParts
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
 from tests.loop.shared_steps import told
-from tests.support.steps import predicted_and_real
 from tests.transformers import architectures, strangers, trainers
 
 RANK = int(os.environ.get("RANK", 0))
@@ -145,25 +140,13 @@ def failing_once(trainer: Any, places: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def comparing(found: dict[str, Any]) -> Iterator[None]:
-    """Have a probe note what is predicted of a step of 2 and of 8 samples, what it takes, and all that is warned of."""
+def noting_warnings(found: dict[str, Any]) -> Iterator[None]:
     found["warned"] = []
-
-    def compare(step: TrainingStep, *more: Any, **named: Any) -> Any:
-        def leave_out(issued: Any, call: Any, arguments: Any, async_op: bool) -> None:
-            """Send nothing: gloo makes copies, which a device does not."""
-            issued.append(fsdp._Collective.as_issued(*arguments))
-
-        with mock.patch.object(fsdp, "_issue", leave_out), unchanged(step.model, step.optimizers, None):
-            found["predicted"] = predicted_and_real(step, (2, 8))
-        return find_largest(step, *more, **named)
-
     log, handler = logging.getLogger("adaptive_batching"), logging.Handler("WARNING")
     handler.emit = lambda record: found["warned"].append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
-        with mock.patch.object(trainer_probe, "find_largest", compare):
-            yield
+        yield
     finally:
         log.removeHandler(handler)
 
@@ -259,7 +242,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
             trainer.add_callback(ShortLater(trainer.model))
         how = failing_once(trainer, PLACES[ours]) if ours in PLACES else contextlib.nullcontext()
         how = uneven_steps() if model == "uneven" else how
-        with comparing(found) if ours == "probed" and strategy == "fsdp" else how:
+        with noting_warnings(found) if ours == "probed" and strategy == "fsdp" else how:
             trainer.train()
         found |= outcome(trainer) | {"forwards": len(watched.forwards)}
         if model == "compiled":

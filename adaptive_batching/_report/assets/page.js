@@ -185,7 +185,7 @@
       columns.push(column(pairs));
       series.push({ spanGaps: true, value, ...style });
     };
-    add(probe.predicted, { label: "predicted", stroke: colour("c0"), width: 2, points: { show: false } });
+    add(probe.predicted, { label: "line", stroke: colour("c0"), width: 2, points: { show: false } });
     add(sizes.map((size) => [size, probe.budget]), {
       label: "limit", stroke: colour("bad"), width: 1.5, dash: [6, 4], points: { show: false },
     });

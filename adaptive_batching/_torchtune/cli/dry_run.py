@@ -25,7 +25,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.cli.configs import read_config
 from adaptive_batching._torchtune.names import PLANNED, TOLD, config_files, register
-from adaptive_batching._torchtune.stock import stand_ins
+from adaptive_batching._torchtune.stock import images
 from adaptive_batching._torchtune.stock.losses import ANSWERS
 from adaptive_batching._torchtune.stock.on_paper import Data
 from adaptive_batching._torchtune.train.stock_keys import check_kinds, not_loaded, refused_in_one_line
@@ -181,14 +181,14 @@ def measure_samples(cfg: DictConfig) -> list[int]:
 
 def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(image=None if image is None else stand_ins.Image(**image), **fields)
+    return Data(image=None if image is None else images.Image(**image), **fields)
 
 
 def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int) -> None:
     """Have a config train on samples of one length, and write to ``folder``."""
     packed = [bool(dataset.get("packed", False)) for dataset in (cfg.dataset,) if isinstance(dataset, DictConfig)]
     model = _on_paper(cfg.model) if "model" in cfg else None
-    image = None if model is None else stand_ins.image_of(model)
+    image = None if model is None else images.image_of(model)
     most = int(getattr(model, "max_seq_len", length))
     if length > most:
         raise ConfigError(
@@ -254,7 +254,7 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     register()
     try:
-        with stand_ins.without_torchvision(), refused_in_one_line():
+        with images.without_torchvision(), refused_in_one_line():
             main(**{**given, "folder": Path(given["folder"])})
     except InstantiationError as error:
         print(f"error: {not_loaded(error)}", file=sys.stderr)

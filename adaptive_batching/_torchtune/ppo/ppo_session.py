@@ -15,6 +15,7 @@ import torch
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest, Sizing, size_up
 from adaptive_batching._report.events import Watcher
@@ -39,7 +40,6 @@ from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._torchtune.train.training_work import TrainingWork
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import Explore
 
@@ -214,7 +214,7 @@ class PPOSession:
 
 
 def rollout_step(host: Host, stock: StockPPO, prompt_tokens: int, held_bytes: int) -> TrainingStep:
-    """Return a rollout to measure. It is not traced: that takes as long as to run it, token by token."""
+    """Return a rollout to measure."""
 
     def make_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         token = 1 if stock.pad_id == 0 else 0
@@ -234,6 +234,4 @@ def rollout_step(host: Host, stock: StockPPO, prompt_tokens: int, held_bytes: in
         stock.forget()
         release_cached_memory(host.device)
 
-    return TrainingStep(
-        host.model, host.optimizers, make_batch, lambda *_: run, discard, updates=False, can_be_traced=False
-    )
+    return TrainingStep(host.model, host.optimizers, make_batch, run, discard, updates=False)

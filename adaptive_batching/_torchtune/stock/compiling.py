@@ -11,20 +11,17 @@ Beyond ``recompile_limit`` sizes it would run uncompiled and build the whole mat
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo.config  # torch._dynamo alone does not say that it has it
-from torch import nn
 from torchtune.utils import _import_guard
 
 from adaptive_batching._torchtune.stock.data import is_packed
 from adaptive_batching._torchtune.stock.host import Host
-from adaptive_batching._torchtune.stock.objective import Objective
 
 # Sizes of a forward that are compiled as they come; each takes some seconds. Then follow round ones alone.
 MAX_COMPILED_SIZES = 6
@@ -74,30 +71,6 @@ def forget(host: Host) -> None:
 
 def _backend() -> str:
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
-
-
-def is_partitioned_by_inductor(host: Host) -> bool:
-    """True if layers and loss are compiled by Inductor, whose splits a trace can follow."""
-    return host.is_compiled and _backend() == "inductor"
-
-
-def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module], objective: Objective) -> None:
-    """Have copied models and their objective, which are not compiled, run as Inductor's code does, on fake tensors."""
-    from adaptive_batching._trace.compiled import compile_function, compile_modules  # with the trace: private names
-
-    for model, original in zip(models, originals, strict=True):
-        copied = dict(model.named_modules())
-        compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
-        compile_modules(copied[name] for name in compiled)
-
-    def as_compiled(loss: Any) -> Any:
-        if not hasattr(loss, "_orig_mod"):
-            return _with_compiled_part(copy.copy(loss), compile_function)
-        run = compile_function(loss._orig_mod)
-        run.ignore_index = loss._orig_mod.ignore_index  # type: ignore[attr-defined]
-        return run
-
-    objective.recompile(as_compiled)
 
 
 def _with_compiled_part(loss: Any, compile_part: Callable[[Any], Any]) -> Any:

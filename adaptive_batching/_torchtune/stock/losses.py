@@ -437,8 +437,3 @@ def accept_configs_of_torchao() -> None:
     current = getattr(api, "IntxFakeQuantizeConfig", None)
     if current is not None:
         api.FakeQuantizeConfig = current
-
-
-def keeps_scales(model: nn.Module) -> bool:
-    """Return True if layers of ``model`` keep the scales that they round with until the next forward."""
-    return any("FakeQuantizer" in type(module).__name__ for module in model.modules())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from torchtune.training import OffloadActivations
 from tqdm import tqdm
 
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
-from adaptive_batching._torchtune.stock.stand_ins import TracedOffloading
 from adaptive_batching._values import ConfigError
 
 Batch = dict[str, Any]
@@ -208,14 +206,6 @@ class Objective(ABC):
 
     def recompile(self, again: Callable[[Any], Any]) -> None:  # noqa: B027
         """Replace compiled parts of the loss by ``again(part)``."""
-
-    def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
-        """Return a copy that computes with copies of the frozen models, on fake tensors of the host."""
-        traced = copy.copy(self)
-        traced.frozen_models = frozen_models
-        offloads = isinstance(self._activations, (OffloadActivations, TracedOffloading))
-        traced._activations = TracedOffloading() if offloads else contextlib.nullcontext()
-        return traced
 
 
 def worst_case_sample(

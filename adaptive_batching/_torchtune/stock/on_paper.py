@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
 
-from adaptive_batching._torchtune.stock import stand_ins
+from adaptive_batching._torchtune.stock import images
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.loading import load_stock, stock_recipe
 from adaptive_batching._torchtune.stock.losses import ANSWERS
@@ -31,7 +31,7 @@ class Data:
     samples: int
     packed: bool = False
     pairs: bool = False  # of answers, both of that length
-    image: stand_ins.Image | None = None
+    image: images.Image | None = None
 
     def __len__(self) -> int:
         return self.samples
@@ -90,7 +90,7 @@ def _without_device(stock: ModuleType) -> Iterator[None]:
         (stock, "init_device_mesh", lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)),
         (dist, "barrier", lambda *args, **kwargs: None),
     ]
-    with stand_ins.without_torchvision(), contextlib.ExitStack() as stack:
+    with images.without_torchvision(), contextlib.ExitStack() as stack:
         for owner, name, replacement in replaced:
             if owner is not stock or hasattr(stock, name):
                 stack.enter_context(mock.patch.object(owner, name, replacement))

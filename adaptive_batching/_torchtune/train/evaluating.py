@@ -20,10 +20,10 @@ from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, within_memory_limit
 from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizing import ProbeRequest, within
 from adaptive_batching._torchtune.stock.loading import any_version_of_the_harness, replaced_in
 from adaptive_batching._torchtune.train.settings import read_evaluation
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._unused_memory import keep_little_on_the_host, little_to_collect, release_cached_memory
 from adaptive_batching._values import ConfigError
 
@@ -234,7 +234,7 @@ class BatchesThatFit:
             at_worst(part)
 
         result = find_largest(
-            TrainingStep(self.model, [], range, lambda *_: run, self._discard, can_be_traced=False),
+            TrainingStep(self.model, [], range, run, self._discard),
             settings,
             meter,
             ProbeRequest(upper, reason, rounds=False, coarse=True),  # the results do not depend on the size

@@ -1,4 +1,4 @@
-"""A training step that takes memory from a model of CUDA's caching allocator, for tests without a GPU."""
+"""A training step on a device that counts bytes, for tests of decisions without a GPU."""
 
 from __future__ import annotations
 
@@ -11,49 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._caching_allocator import Segments
 from adaptive_batching._memory import MemoryMeter
-from adaptive_batching._trace import allocator, traced_step
-from adaptive_batching._trace.allocator import GIB, KIB, MIB
-from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._probe.probed_step import TrainingStep
 
-__all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory", "Recorded"]
-
-
-class CachingAllocator(allocator.CachingAllocator):
-    """Fails as torch does."""
-
-    full = torch.OutOfMemoryError
-
-    def __init__(self, limit: float) -> None:
-        super().__init__(limit)
-        self.freed = 0
-
-    def empty_cache(self) -> None:
-        before = self.reserved
-        super().empty_cache()
-        self.freed += before - self.reserved
-
-
-class Tape:
-    """Takes down what is allocated and freed, in place of an allocator."""
-
-    def __init__(self) -> None:
-        self.events: list[int] = []
-        self.sizes: list[int] = []
-
-    def take(self, num_bytes: int, stream: int = 0) -> int:
-        self.sizes.append(num_bytes)
-        self.events.append(len(self.sizes) - 1)
-        return self.events[-1]
-
-    def give_back(self, number: int) -> None:
-        self.events.append(~number)
-
-
-class Recorded(traced_step.Recorded):
-    def at_peak(self) -> tuple[str, dict[str, int]]:
-        return "", {}  # neither the moment nor kinds of memory have a name here
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 class Memory:
@@ -85,9 +46,8 @@ class Device(MemoryMeter):
     layers: Sequence[Layer] = ()
     length: int = 512  # tokens of a worst-case sample
     libraries_bytes: int = 0  # taken by the first step, unknown to the allocator, and never given back
-    overhead: float = 1.0  # instead of the allocator's rules: bytes reserved for each byte allocated
-    workspace_bytes: int = 0  # taken from the allocator by the first step, and kept; no trace sees it
-    rules: Segments | None = None  # by which the allocator says that it reserves memory
+    overhead: float = 1.0  # bytes reserved for each byte allocated
+    workspace_bytes: int = 0  # taken from the allocator by the first step, and kept
     fails_safely: bool = True
     is_predictable: bool = False
     keeps_freed_memory: bool = True
@@ -95,7 +55,7 @@ class Device(MemoryMeter):
     device_name: str = "a model"
 
     def __post_init__(self) -> None:
-        self.allocator = CachingAllocator(self.total_bytes) if self.overhead == 1 else Inflated(self)
+        self.allocator = Allocator(self.total_bytes, self.overhead)
         self._loaded = 0
         self._workspace: list[Memory] = []
         self._weights = [Memory(self.allocator, layer.weights) for layer in self.layers]
@@ -133,39 +93,9 @@ class Device(MemoryMeter):
             kept.pop()
             del passing
 
-    def peak_allocated(self, tokens: int) -> int:
-        """Bytes in use at once during a step, not rounded, as a trace would count them."""
-        resting = sum(3 * layer.weights for layer in self.layers)
-        current = peak = resting
-        for layer in self.layers:
-            peak = max(peak, current + (layer.passing_per_token + layer.kept_per_token) * tokens)
-            current += layer.kept_per_token * tokens
-        for layer in reversed(self.layers):
-            peak = max(peak, current + layer.passing_per_token * tokens + layer.weights)
-            current += layer.weights - layer.kept_per_token * tokens
-        return max(peak, resting + sum(layer.weights for layer in self.layers))
-
-    def recorded(self, tokens: int) -> Recorded:
-        """Return what a trace would record of a step."""
-        tape = Tape()
-        traced = Device(self.total_bytes, (), self.length)
-        traced.layers, traced.allocator, traced._loaded = self.layers, tape, 1  # type: ignore[assignment]
-        traced._weights = [Memory(tape, layer.weights) for layer in self.layers]
-        traced.optimizer = Moments(traced)
-        traced.optimizer.make_states()
-        num_resting = len(tape.sizes)
-        states = range(len(self.layers), num_resting)
-        tape.events.clear()
-        traced.forward_backward(tokens)
-        made = dict.fromkeys(states, len(tape.events))
-        tape.events.clear()
-        del tape.sizes[num_resting:]
-        traced.step(tokens)
-        return Recorded(tuple(tape.events), tuple(tape.sizes), num_resting, made=made)
-
     def training_step(self) -> TrainingStep:
         """Steps on batches of worst-case samples."""
-        return TrainingStep(nn.Linear(1, 1), [self.optimizer], lambda size: size * self.length, lambda *_: self.step)
+        return TrainingStep(nn.Linear(1, 1), [self.optimizer], lambda size: size * self.length, self.step)
 
     # As a meter
 
@@ -189,12 +119,6 @@ class Device(MemoryMeter):
 
     def num_retries(self) -> int:
         return self.allocator.retries
-
-    def num_freed_bytes(self) -> int:
-        return self.allocator.freed
-
-    def segments(self) -> Segments | None:
-        return self.rules
 
     def release(self) -> None:
         self.allocator.empty_cache()
@@ -228,28 +152,30 @@ class Moments(Optimizer):
                 self.state[parameter]["moments"] = Memory(self._device.allocator, 2 * layer.weights)
 
 
-class Inflated(CachingAllocator):
-    """Reserves a fixed share more than is allocated, whatever the sizes."""
+class Allocator:
+    """Reserves a fixed share more than is allocated, whatever the sizes, and fails as torch does."""
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(device.total_bytes)
-        self._overhead = device.overhead
+    def __init__(self, limit: float, overhead: float) -> None:
+        self.limit, self._overhead = limit, overhead
+        self.allocated = self.peak_allocated = self.retries = 0
 
-    def take(self, num_bytes: int, stream: int = 0) -> Any:
+    @property
+    def peak_reserved(self) -> int:
+        return int(self.peak_allocated * self._overhead)
+
+    def take(self, num_bytes: int) -> int:
         if int((self.allocated + num_bytes) * self._overhead) > self.limit:
             self.retries += 1
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
         self.allocated += num_bytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = int(self.peak_allocated * self._overhead)
         return num_bytes
 
-    def give_back(self, block: Any) -> None:
-        self.allocated -= block
+    def give_back(self, num_bytes: int) -> None:
+        self.allocated -= num_bytes
 
     def empty_cache(self) -> None:
         pass
 
     def reset_peak(self) -> None:
         self.peak_allocated = self.allocated
-        self.peak_reserved = int(self.allocated * self._overhead)

@@ -1,0 +1,46 @@
+"""A training step at any batch size, as a probe runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step of a training program."""
+
+    model: nn.Module
+    """The model that is trained, or a list of it and those that the loss also needs."""
+
+    optimizers: Sequence[Optimizer]
+    """One optimizer, or several if each parameter has its own, as with optimizers stepped in the backward pass."""
+
+    make_batch: Callable[[int], Any]
+    """Batch size -> a batch of that many worst-case samples, as the loader would collate it."""
+
+    run: Callable[[Any], None]
+    """Runs forward, backward, gradient clipping and the optimizer step on a batch, and leaves no gradients behind."""
+
+    discard: Callable[[], None] = lambda: None
+    """Drops what an aborted step leaves behind, other than gradients."""
+
+    updates: bool = True
+    """False if :attr:`run` takes no optimizer step."""
+
+    owners: Sequence[Any] = ()
+    """Whatever else a step may change: a loss that is an object or encloses something, a trainer."""
+
+
+def has_states(optimizer: Optimizer) -> bool:
+    """Return True if ``optimizer`` has created the states of all its parameters, as its first step does."""
+    return all(parameter in optimizer.state for parameter in trainable(optimizer))
+
+
+def trainable(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
