@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from adaptive_batching._config import AdaptiveBatchingConfig
@@ -42,12 +43,14 @@ from adaptive_batching._transformers.loss_kind import LossKind, add_up_together,
 from adaptive_batching._transformers.refusals import check_batch_samples, check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
+from adaptive_batching._transformers.streamed_data import StreamedData
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._transformers.training_data import TrainingData
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
+_ENDLESS = 1 << 40  # samples of a stream whose end is not known
 _LOOKED_AT, _TOGETHER = 3, 7  # batches of which each is looked at, and of which samples run together
 
 FILE = "adaptive_batching.json"
@@ -63,6 +66,7 @@ class Known:
     goes_on: bool = False  # it comes from a checkpoint, and training has not yet gone on
     checkpoint: str = ""
     devices: int | None = None  # of the run that is resumed
+    global_batch_size: int | None = None  # samples of its last step
     longest_pair: tuple[int, int] | None = None  # of its data
     cut_short: tuple[int, int, list[int]] | None = None
     """Of a resumed run that has ended epochs early: epochs that are over, steps of the next, and the steps of each."""
@@ -74,7 +78,7 @@ class AdaptiveRun:
     def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
         check_trainer(trainer)
         shares = settings.balance_ranks and isinstance(settings.micro_batch_size, ByLength)
-        check_data(trainer, shares=shares and trainer.args.world_size > 1)
+        check_data(trainer, shares=shares and trainer.args.world_size > 1, grows=settings.grows)
         self.settings = settings
         self.given = given
         """The settings as they were given."""
@@ -214,6 +218,7 @@ class AdaptiveRun:
             known = Known(
                 None if values["found"] is None else StoredProbe.from_dict(values["found"]),
                 stays=True, goes_on=True, checkpoint=str(checkpoint), devices=int(values["devices"]),
+                global_batch_size=values.get("global_batch_size"),
                 longest_pair=_tuple_of(values.get("longest_pair"), 2), cut_short=_tuple_of(values.get("cut_short"), 3),
             )  # fmt: skip
             return known, values.get("sizes", [])
@@ -229,11 +234,27 @@ class AdaptiveRun:
         Raises:
             ConfigError: Unless ``epoch`` epochs are over then in this run, too.
         """
-        assert self.schedule is not None
-        if self._known.cut_short is not None and self._known.cut_short[2] == [*self.schedule.steps]:
-            return self._known.cut_short[:2]
+        assert self.schedule is not None and self.data is not None
+        known = self._known
+        if not self.data.has_length:
+            if not self._trainer.args.ignore_data_skip:
+                self._check_samples_of_step()
+            return (0, step) if known.cut_short is None else known.cut_short[:2]
+        if known.cut_short is not None and known.cut_short[2] == [*self.schedule.steps]:
+            return known.cut_short[:2]
         self._check_place(step, epoch)
         return self.schedule.place_of(step)
+
+    def _check_samples_of_step(self) -> None:
+        """Raise ConfigError unless a step of the run that is resumed had as many samples, by which a stream skips."""
+        before, now = self._known.global_batch_size, self.global_batch_size
+        if before is not None and before != now:
+            raise ConfigError(
+                f"resume_from_checkpoint={self._known.checkpoint!r} is of a run with {before} samples in a step, and "
+                f"this has {now}, so that its steps are not those that are to be skipped; resume with the devices, "
+                "per_device_train_batch_size, gradient_accumulation_steps and settings that it began with, or set "
+                "ignore_data_skip=True"
+            )
 
     def _check_place(self, step: int, epoch: float) -> None:
         assert self.schedule is not None
@@ -264,6 +285,7 @@ class AdaptiveRun:
         begun = self.schedule.decisions[: epochs + (steps > 0)]
         values = {
             "devices": self._trainer.args.world_size,
+            "global_batch_size": self.global_batch_size,
             "found": stored,
             "sizes": [each.previous for each in begun[:1]] + [each.batch_size for each in begun],
             "longest_pair": None,
@@ -289,13 +311,18 @@ class AdaptiveRun:
     def _prepare(self, loader: Any) -> None:
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
         self._check_that_ranks_have_the_same_settings()
-        self.data = data = TrainingData(
+        kind: Any = TrainingData
+        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            kind = functools.partial(StreamedData, ranks=self.ranks, grows=settings.grows)
+        data: TrainingData = kind(
             trainer, loader, resizes=settings.resizes, before=self.data, longest_pair=self._known.longest_pair
         )
+        self.data = data
         self._known = dataclasses.replace(self._known, longest_pair=None)  # other data may come
         of_accelerate = trainer.accelerator._dataloaders
         configured, accumulated = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-        samples = -(-data.num_samples // args.world_size)
+        is_bound = data.has_length or not settings.use_maximum_batch_size  # by the samples of a run of max_steps
+        samples = -(-data.num_samples // args.world_size) if is_bound else _ENDLESS
         self.sizing = sizing = size_up(
             settings, batch_size=configured, accumulation=accumulated, samples=samples, rules=TRAINER
         )
@@ -317,7 +344,8 @@ class AdaptiveRun:
         increase = increase and asked.function(increase)
         self._asked = asked if self.only_finds else AskedOnce()  # answers last for one run
         decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples, self.ranks.on_first)
-        length = Length(args.num_train_epochs, args.max_steps)
+        length = Length(args.num_train_epochs if data.has_length else 1, args.max_steps)
+        data.set_batch_size(sizes.batch_size)  # of which max_steps makes the samples of a stream
         self.schedule = plan_epochs(decide, data.num_batches, accumulated, length, min(configured, samples))
         if sizing.probes and not sizing.bounds_batch:  # the step stays as it is: how it is split is left
             forwards = sizing.of_forwards(max(self.schedule.sizes) * accumulated)
@@ -447,7 +475,8 @@ class AdaptiveRun:
         # To go on, all lengths are not read again: with other data, check_place refuses.
         of_checkpoint = known.stored if known.goes_on else None
         tokens = of_checkpoint.tokens if of_checkpoint else data.extremes.tokens
-        facts: dict[str, Any] = {"samples": data.num_samples, "longest": tokens, "include": request.include}
+        known_samples = data.num_samples if data.has_length else None  # max_steps may be another when the run goes on
+        facts: dict[str, Any] = {"samples": known_samples, "longest": tokens, "include": request.include}
         facts |= {"rows": "end to end"} if step.in_rows else {}
         now = conditions_of(trainer, settings, request, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))
@@ -519,7 +548,8 @@ class FollowingCallback(TrainerCallback):
         if state.is_world_process_zero and checkpoint.is_dir():
             assert self._run.schedule is not None
             is_over = self._is_over or control.should_epoch_stop
-            is_over = is_over or self._steps >= self._run.schedule.steps[self.epoch]
+            steps = self._run.schedule.steps
+            is_over = is_over or self._steps >= steps[min(self.epoch, len(steps) - 1)]
             self._run.save(checkpoint, self.epoch + is_over, 0 if is_over else self._steps)
 
     on_push_begin = on_save  # an upload of the checkpoint begins before it is told that one was saved

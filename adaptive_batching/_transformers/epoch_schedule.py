@@ -75,8 +75,9 @@ class EpochSchedule:
         return epoch + self.part_of(epoch, steps) if steps else float(epoch)
 
     def part_of(self, epoch: int, steps: int) -> float:
-        """Return how much of an epoch is over after its first ``steps`` steps."""
-        return min(steps * self.accumulated, self.batches[epoch]) / self.batches[epoch]
+        """Return how much of an epoch is over after its first ``steps`` steps; later ones are like the last."""
+        batches = self.batches[min(epoch, len(self.batches) - 1)]
+        return min(steps * self.accumulated, batches) / batches
 
     def size_at(self, step: int) -> int:
         """Return the batch size of the step that follows ``step`` others."""

@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
@@ -65,6 +65,7 @@ _LENGTHS = [
     ((), ("input_ids_chosen", "input_ids_rejected")),
 ]
 TARGETS = {"labels", "decoder_input_ids", "decoder_attention_mask"}
+_OF_A_WHOLE = {"position_ids", "seq_lengths"}  # which count the tokens of a sample
 _IMAGES = {"image", "images", "pixel_values", "pixel_values_videos"}
 
 
@@ -90,6 +91,29 @@ def length_function(
                 return tokens if at_most is None or not longest else min(tokens, at_most)
 
             return length
+    return None
+
+
+def lengthened(sample: Sample, tokens: int) -> Sample | None:
+    """Return a sample of so many tokens, those of another over and over; None if it has fields that this would break.
+
+    A prompt stays as it is, and all answers become as long as the sample allows.
+    """
+    for together, longest in _LENGTHS:
+        if not {*together, *longest} <= sample.keys():
+            continue
+        of_prompt = sum(len(sample[key]) for key in together) if longest else 0
+        made = dict(sample)
+        for name in longest or together:
+            side = next((side for side in ("chosen", "rejected") if side in name), "")
+            for key, value in sample.items():
+                if isinstance(value, str) or not has_tokens(value) or (longest and side not in key):
+                    continue
+                if key in _OF_A_WHOLE or len(value) != len(sample[name]) or not len(value):
+                    return None
+                places = [place % len(value) for place in range(tokens - of_prompt)]
+                made[key] = [value[place] for place in places] if isinstance(value, (list, tuple)) else value[places]
+        return made
     return None
 
 
@@ -234,9 +258,13 @@ def handing_out_samples(loader: Any, collator: Any) -> Any:
     It has the same data, samplers and settings. ``loader`` itself stays what it was, for everybody but the loop of
     ``Trainer``. Possible is a loader of torch, prepared by Accelerate or not, that collates with ``collator``.
     """
+    if type(loader) is DataLoaderDispatcher:
+        # Of one process, as was checked. It looks for tensors in a batch, and else does what a shard does.
+        as_shard = {"device": None, "rng_types": None, "synchronized_generator": None}
+        return handing_out_samples(_copy_of(loader, kind=DataLoaderShard, **as_shard), collator)
     if type(loader) is DataLoaderShard:
         inner = handing_out_samples(loader.base_dataloader, collator)
-        return inner and _copy_of(loader, base_dataloader=inner)
+        return None if inner is None else _copy_of(loader, base_dataloader=inner)  # that of a stream has no length
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
     collate = loader.collate_fn
@@ -249,9 +277,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, MethodType) and one == other)  # each access makes another method
 
 
-def _copy_of(original: Any, **attributes: Any) -> Any:
+def _copy_of(original: Any, *, kind: type | None = None, **attributes: Any) -> Any:
     """Return a shallow copy with other attributes; ``copy.copy`` fails on the loaders of Accelerate."""
-    copy = object.__new__(type(original))
+    copy: Any = object.__new__(kind or type(original))
     vars(copy).update({**vars(original), **attributes})
     return copy
 

@@ -126,6 +126,8 @@ class Recording(TrainerCallback):
         run = self._run
         assert run.schedule is not None
         self._epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        if (last := len(run.schedule.decisions) - 1) < self._epoch:  # the next pass of a stream, whose plan has none
+            self._epoch, self._resumes_epoch = last, True
         if not self._resumes_epoch:
             [expected] = [epoch for epoch in run.planned() if epoch.epoch == self._epoch]
             counts = {name: getattr(expected, name) for name in ("steps", "samples", "dropped_samples")}

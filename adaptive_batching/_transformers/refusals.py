@@ -6,10 +6,11 @@ import inspect
 import logging
 from typing import Any, NoReturn
 
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._transformers import one_loop
@@ -217,20 +218,27 @@ def _check_fsdp(trainer: Any) -> None:
         raise ConfigError(f"{why}; train with DDP")
 
 
-def check_data(trainer: Any, *, shares: bool) -> None:
+def check_data(trainer: Any, *, shares: bool, grows: bool = False) -> None:
     """Raise ConfigError if the training data cannot be handed out as samples.
 
     Args:
         trainer: Before training.
         shares: True if ranks share out the samples of a step.
+        grows: True if the batch is to grow from one epoch to the next.
     """
     args, data = trainer.args, trainer.train_dataset
-    if data is not None:
+    if isinstance(data, IterableDataset):
+        dispatches = args.world_size > 1 and args.accelerator_config.dispatch_batches is None
+        check_stream(data, grows=grows, dispatches=dispatches)
+    elif data is not None:
         name = f"train_dataset is a {type(data).__name__}, which has"
-        instead = "give a map-style data set, with __len__ and __getitem__, such as a list or a datasets.Dataset"
+        instead = (
+            "give a map-style data set, with __len__ and __getitem__, such as a list or a datasets.Dataset, or a "
+            "stream that is a torch.utils.data.IterableDataset"
+        )
         if not hasattr(data, "__len__"):
             raise ConfigError(f"{name} no length; {instead}")
-        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        if not hasattr(data, "__getitem__"):
             raise ConfigError(f"{name} a length and no items; {instead}")
         if not len(data):
             raise ConfigError(f"{name} no samples")
@@ -249,6 +257,27 @@ def check_data(trainer: Any, *, shares: bool) -> None:
             raise ConfigError(f"accelerator_config.{key}=True cuts batches after they are collated; set it to False")
     if args.world_size > 1 and not args.accelerator_config.even_batches:
         raise ConfigError("accelerator_config.even_batches=False gives ranks unequal numbers of steps; set it to True")
+
+
+def check_stream(data: Any, *, grows: bool, dispatches: bool) -> None:
+    """Raise ConfigError if a stream cannot be trained on.
+
+    Args:
+        data: The stream.
+        grows: True if the batch is to grow from one epoch to the next.
+        dispatches: True if one process reads the stream for others.
+    """
+    if grows and not has_length(data):
+        raise ConfigError(
+            f"batch_increase_function is asked at the start of each epoch, and train_dataset is a stream without a "
+            f"length ({type(data).__name__}), whose epochs are not known; give it a __len__, the samples of an epoch, "
+            "or leave batch_increase_function out"
+        )
+    if dispatches:
+        raise ConfigError(
+            "accelerator_config.dispatch_batches=None has the first process read a stream and send collated batches to "
+            "the others; set accelerator_config={'dispatch_batches': False}, with which each reads its own part"
+        )
 
 
 def rebalances(args: Any) -> bool:
@@ -272,13 +301,14 @@ def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -
     outermost = getattr(loader, "batch_sampler", None)
     samplers = [outermost, getattr(outermost, "batch_sampler", None)]
     batch_samplers = [sampler for sampler in samplers if isinstance(sampler, BatchSampler)]
-    if not batch_samplers or isinstance(loader.dataset, IterableDataset):
+    if not batch_samplers:
         raise ConfigError(
             f"{name} returns a {type(loader).__name__} without a batch sampler of torch, and cannot be split; "
             f"return a torch.utils.data.DataLoader with batch_size and data_collator, or leave it to Trainer"
         )
     # A loader of Accelerate's passes for the class that it wraps.
-    if type(loader) is not DataLoaderShard and type(loader).__iter__ is not DataLoader.__iter__:
+    of_accelerate = type(loader) in (DataLoaderShard, DataLoaderDispatcher)
+    if not of_accelerate and type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
             f"{name} returns a {type(loader).__name__}, which changes batches after they are collated; do that in "
             f"data_collator, and return a torch.utils.data.DataLoader"
@@ -296,7 +326,7 @@ def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -
             f"{name} makes batches of {size} samples, and per_device_train_batch_size={batch_size}; write "
             f"DataLoader(..., batch_size=self._train_batch_size)"
         )
-    if resizes and not _can_be_resized(batch_samplers[-1]):
+    if resizes and not isinstance(loader.dataset, IterableDataset) and not _can_be_resized(batch_samplers[-1]):
         raise ConfigError(
             f"{name} uses a {type(batch_samplers[-1]).__name__}, which keeps the sizes of its batches; take torch's "
             f"BatchSampler, or set only micro_batch_size, which splits them"

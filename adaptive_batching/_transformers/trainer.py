@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -215,8 +215,10 @@ class AdaptiveTraining:
             if self.adaptive.only_finds:
                 raise BeforeTraining
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
-        schedule = None if self.adaptive is None else self.adaptive.schedule
-        if schedule is None:
+        if self.adaptive is None or (schedule := self.adaptive.schedule) is None:
+            return values
+        assert self.adaptive.data is not None
+        if not self.adaptive.data.has_length:  # of a stream, Trainer makes pass after pass until it has taken max_steps
             return values
         epochs, updates = len(schedule.steps), max(schedule.steps)
         return (epochs, updates, *values[2:5], updates * args.gradient_accumulation_steps, schedule.max_steps)
@@ -239,7 +241,8 @@ class AdaptiveTraining:
             model, loader = stock(*args, **kwargs)
         self.adaptive.called_model = without_ddp(self, model)
         of_samples = handing_out_samples(loader, self.data_collator)
-        assert of_samples is not None  # as was checked
+        assert of_samples is not None and self.adaptive.data is not None  # as was checked
+        self.adaptive.data.loaders.append(of_samples)
         return model, of_samples
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,8 +310,9 @@ class AdaptiveTraining:
         # A loop of the user's own may look into batches, as Accelerate does into those of a stream, and Trainer into
         # those whose inputs are asked for.
         is_known = loop.__module__.partition(".")[0] in ("transformers", "trl")
-        has_length = isinstance(dataloader, DataLoader) and hasattr(dataloader.dataset, "__len__")
-        in_parts = is_known and has_length and "inputs" not in self.args.include_for_metrics
+        dataset = dataloader.dataset if isinstance(dataloader, DataLoader) else None
+        has_items = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+        in_parts = is_known and has_items and "inputs" not in self.args.include_for_metrics
         if self.args.world_size > 1:  # a rank would be waited for in what TRL gathers in a forward, and FSDP in a layer
             steps = super().prediction_step.__func__, type(self).compute_loss  # type: ignore[misc, attr-defined]
             in_parts = in_parts and not self.is_fsdp_enabled

@@ -7,7 +7,7 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import SeedableRandomSampler
@@ -69,6 +69,9 @@ class TrainingData:
         longest_pair: tuple[int, int] | None = None,
     ) -> None:
         self.loader = loader
+        self.loaders = [loader]
+        """That one, and those made of it, to which a stream's batch size is told."""
+
         self._trainer, self._read = trainer, (trainer.train_dataset, trainer.data_collator)
         self.samplers = check_loader(trainer, loader, int(trainer.args.per_device_train_batch_size), resizes=resizes)
         """Of batches, each of which is told their size."""
@@ -76,15 +79,9 @@ class TrainingData:
         self._longest_pair = longest_pair
         self._rows: dict[int, Any] = {}  # some of the data, by their place
 
-        self.num_samples = self._drawn()
-        """Samples that all devices draw in an epoch, which may be others than the data has."""
-
-        with reading(loader.dataset, trainer.args.device):
-            count = len(loader.dataset)
-            few = min(count, _TO_MEASURE)
-            for index in (number * count // few for number in range(few)):
-                self._rows[index] = self._row(index)
-            self.some = without_left_out(list(map(self._sample_of, self._rows.values())), trainer.data_collator)
+        with reading(self._data, trainer.args.device):
+            rows = self._rows_to_measure(_TO_MEASURE)
+            self.some = without_left_out(list(map(self._sample_of, rows)), trainer.data_collator)
             """Samples from all of the data."""
 
             self.length = self._length_function(self.some[0])
@@ -95,10 +92,26 @@ class TrainingData:
             self._extremes, self._longest_pair = before._extremes, before._longest_pair
 
     @property
+    def _data(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that all devices draw in an epoch, which may be others than the data has."""
+        return self._drawn()
+
+    def _rows_to_measure(self, most: int) -> list[Any]:
+        """Return a few rows from all of the data."""
+        count = len(self._data)
+        few = min(count, most)
+        self._rows |= {index: self._data[index] for index in (number * count // few for number in range(few))}
+        return [*self._rows.values()]
+
+    @property
     def extremes(self) -> Extremes:
         """The longest and the shortest sample, for which all are read once."""
         if self._extremes is None:
-            with reading(self.loader.dataset, self._trainer.args.device):
+            with reading(self._data, self._trainer.args.device):
                 self._extremes = self._find_extremes()
         return self._extremes
 
@@ -117,7 +130,7 @@ class TrainingData:
     def some_batches(self, ranks: Ranks, most: int) -> list[list[Sample]]:
         """Return a few samples of each of some batches, as samplers make them, from all of an epoch and all ranks."""
         samplers = [*self.samplers, getattr(self.samplers[-1], "sampler", None)]
-        with reading(self.loader.dataset, self._trainer.args.device):
+        with reading(self._data, self._trainer.args.device):
             before = Snapshot(samplers)
             batches = list(itertools.islice(self.samplers[0], _LISTED))
             before.put_back()
@@ -130,6 +143,11 @@ class TrainingData:
             sampler.batch_size = size
         self._trainer._train_batch_size = size
 
+    @property
+    def has_length(self) -> bool:
+        """True if the samples of an epoch are known, which those of a stream need not be."""
+        return True
+
     def num_batches(self, size: int) -> int:
         """Return the batches of an epoch on a device; the loader then has this size."""
         self.set_batch_size(size)
@@ -139,12 +157,12 @@ class TrainingData:
         innermost, is_shared = self.samplers[-1], len(self.samplers) > 1
         sampler: Any = getattr(innermost, "sampler", None)
         if not hasattr(sampler, "__len__"):
-            return len(self.loader.dataset)
+            return len(self._data)
         return len(sampler) * (1 if is_shared else int(self._trainer.args.world_size))
 
     def _row(self, index: int) -> Any:
         """Return a row of the data; those that are looked at before training are kept, as reading may take long."""
-        return self._rows[index] if index in self._rows else self.loader.dataset[index]
+        return self._rows[index] if index in self._rows else self._data[index]
 
     def _sample(self, index: int) -> Sample:
         return self._sample_of(self._row(index))
@@ -175,14 +193,18 @@ class TrainingData:
     @functools.cached_property
     def _sizes(self) -> list[Any]:
         """The tokens of all samples, or those of their inputs and targets: of a column, or of reading all once."""
-        if (column := self._column()) is not None:
-            return column
-        data, sizes = self.loader.dataset, list[Any]()
+        column = self._column()
+        return self._read_sizes() if column is None else column
+
+    def _in_order(self) -> Iterator[Any]:
+        return map(self._row, range(len(self._data)))
+
+    def _read_sizes(self) -> list[Any]:
+        data, sizes = self._data, list[Any]()
         extreme: dict[str, tuple[int, int, Any]] = {}  # the least and most of each size: tokens, place, row
         start, is_told = time.monotonic(), False
         with reading(data, self._trainer.args.device):
-            for index in range(len(data)):
-                row = self._row(index)
+            for index, row in enumerate(self._in_order()):
                 sizes.append(size := self._size_of(row))
                 for at, tokens in enumerate(size if isinstance(size, tuple) else (size,)):
                     for name, sign in ((f"most of {at}", 1), (f"least of {at}", -1)):
@@ -190,13 +212,16 @@ class TrainingData:
                             extreme[name] = tokens, index, row
                 if not is_told and (seconds := time.monotonic() - start) > _LONG:
                     is_told = True
-                    log.warning(
-                        "all %d samples are read to find the longest (%d in %.1f s so far); a column %r of "
-                        "train_dataset, with the tokens of each, would save this",
-                        len(data), index + 1, seconds, self._trainer.args.length_column_name,
-                    )  # fmt: skip
+                    self._say_that_it_takes_long(index + 1, seconds)
         self._rows |= {index: row for _, index, row in extreme.values()}
         return sizes
+
+    def _say_that_it_takes_long(self, count: int, seconds: float) -> None:
+        log.warning(
+            "all %d samples are read to find the longest (%d in %.1f s so far); a column %r of train_dataset, with the "
+            "tokens of each, would save this",
+            len(self._data), count, seconds, self._trainer.args.length_column_name,
+        )  # fmt: skip
 
     def _size_of(self, row: Any) -> Any:
         if isinstance(self.length, PairLength):
@@ -207,7 +232,7 @@ class TrainingData:
     def _column(self) -> list[int] | None:
         """Return the lengths that the data have in a column, if those of some samples are right."""
         data, name = self._trainer.train_dataset, getattr(self._trainer.args, "length_column_name", None)
-        count = len(self.loader.dataset)
+        count = len(self._data)
         if isinstance(self.length, PairLength) or name not in (getattr(data, "column_names", None) or ()):
             return None
         without_transforms = data.with_format(None) if hasattr(data, "with_format") else data

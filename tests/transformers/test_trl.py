@@ -57,6 +57,7 @@ def make(kind: str, folder: Path, tokenizer: Any, ours: AdaptiveArguments | None
     model = trainers.make_llama()
     given: dict[str, Any] = {}
     is_lora, has_prompts = settings.pop("lora", False), settings.pop("has_prompts", False)
+    streams = settings.pop("streams", False)
     if is_lora:
         model = trainers.with_lora(model)
     if kind == "SFT":
@@ -73,6 +74,9 @@ def make(kind: str, folder: Path, tokenizer: Any, ours: AdaptiveArguments | None
             transformers.LlamaConfig(num_labels=1, num_key_value_heads=2, pad_token_id=2, **trainers.SIZES)
         )
     settings = {"gradient_checkpointing": False, "bf16": False, "num_train_epochs": 1, **settings}
+    if streams:
+        given["train_dataset"] = given["train_dataset"].to_iterable_dataset()
+        settings["max_steps"] = 3
     args = arguments(folder, config, **settings)
     if ours is not None:
         made, given["adaptive"] = adaptive(made), ours
@@ -98,7 +102,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("SFT", {"padding_free": True, "max_length": None}),
     ("SFT", {"gradient_checkpointing": True, "has_prompts": True}),
     ("SFT", {"lora": True, "neftune_noise_alpha": None}),
+    ("SFT", {"streams": True}),
     ("DPO", {}),
+    ("DPO", {"streams": True}),
     ("DPO", {"lora": True, "loss_type": ["sigmoid_norm"]}),
     ("Reward", {}),
 ]

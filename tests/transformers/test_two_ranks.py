@@ -13,6 +13,7 @@ from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.support.ranks import run_ranks
 from tests.transformers import architectures, trainers, two_ranks
+from tests.transformers.test_streams import Stream
 from tests.transformers.two_ranks import SAMPLES, SHORT
 
 pytestmark = pytest.mark.xdist_group("trainers_two_ranks")
@@ -206,6 +207,21 @@ def test_what_would_balance_ranks_in_the_sampler_is_not_needed(
     assert_alike(found, in_one_process(tmp_path))
     assert any(step["moved"] > 0 for step in steps_of(folder, "ddp shared rebalanced"))
     assert sum("'batch_rebalance' is not needed" in line for line in found["told"]) == 1
+
+
+@pytest.mark.parametrize("name", ["ddp short stream", "ddp shared stream"])
+def test_ranks_that_each_read_their_part_of_a_stream_train_as_one_does(
+    name: str, ranks: list[Found], tmp_path: Path
+) -> None:
+    """The third step is of the next pass."""
+    found = of_run(name, ranks)
+    assert_alike(found, in_one_process(tmp_path, data=Stream(SAMPLES), max_steps=3))
+    assert (found["recoveries"] > 0) == ("short" in name)
+
+
+def test_a_stream_that_one_rank_reads_for_all_is_refused(ranks: list[Found]) -> None:
+    for rank in ranks:
+        assert "set accelerator_config={'dispatch_batches': False}" in rank["ddp refused stream"]["refusal"]
 
 
 def test_samples_stay_in_a_step_of_which_ranks_have_other_numbers(ranks: list[Found], folder: Path) -> None:

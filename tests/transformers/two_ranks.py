@@ -28,6 +28,7 @@ from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
 from tests.loop.shared_steps import told
 from tests.transformers import architectures, strangers, trainers
+from tests.transformers.test_streams import Stream
 
 RANK = int(os.environ.get("RANK", 0))
 SAMPLES = 64  # two steps of two batches of 8 on each of two ranks
@@ -71,6 +72,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "float16": {"fp16": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "bert": {"gradient_accumulation_steps": 1},  # of whose means Trainer would make a sum
+    "stream": {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}},
 }
 """Settings of trainers, by the name of what is trained."""
 
@@ -205,9 +207,10 @@ def make(name: str, folder: Path, **more: Any) -> Any:
         "bloom": lambda: architectures.make("Bloom"),
     }  # fmt: skip
     of_labels = model in ("labelled", "uneven")
+    data: dict[str, Any] = {"stream": Stream, **dict.fromkeys(("labelled", "uneven"), trainers.make_labelled)}
     return trainers.make_trainer(
         folder, arguments, model=made.get(model, trainers.make_llama)(),
-        data=(trainers.make_labelled if of_labels else trainers.make_data)(SAMPLES),
+        data=data.get(model, trainers.make_data)(SAMPLES),
         collator=trainers.collate_labelled if of_labels else trainers.collate,
         **{"gradient_accumulation_steps": 2, **settings, **LLAMAS.get(model, {})},
     )  # fmt: skip
@@ -255,8 +258,12 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 
 def refused(name: str, folder: Path) -> dict[str, Any]:
-    """Return why a script whose loss needs other ranks is not trained."""
-    settings = {"data": trainers.make_data(SAMPLES), "ddp_backend": "gloo"}
+    """Return why a script is not trained: its loss needs other ranks, or one rank reads a stream for all."""
+    settings: dict[str, Any] = {"data": trainers.make_data(SAMPLES), "ddp_backend": "gloo"}
+    if name == "stream":
+        with pytest.raises(ConfigError) as caught:
+            trainers.make_trainer(folder, OURS["parts"], **settings | {"data": Stream(SAMPLES), "max_steps": 1})
+        return {"refusal": str(caught.value)}
     with pytest.raises(ConfigError) as caught:
         strangers.ON_TWO_RANKS[name](folder, OURS["parts"], **settings).train()
     return {"refusal": str(caught.value)}
@@ -298,7 +305,7 @@ DDP = [
     "parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama",
     "shared late", "shared labelled", "shared rebalanced", "asked llama", "short compiled",
     *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
-    "stock bert",
+    "stock bert", "short stream", "shared stream", "refused stream",
 ]  # fmt: skip
 FSDP = [
     "stock llama", "off llama", "maximum llama", "growing llama", "places twice", "rows checkpointed", "auto bloom",
