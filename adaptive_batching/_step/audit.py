@@ -24,6 +24,14 @@ RunParts = Callable[[Sequence[list[Any]]], bool]
 out on any rank."""
 
 
+class GradientsDifferError(ConfigError):
+    """Raised if gradients of parts do not add up to that of their union, from which they are ``error`` off."""
+
+    def __init__(self, message: str, error: float) -> None:
+        super().__init__(message)
+        self.error = error
+
+
 class Audit:
     """Compares the gradient of two parts with that of their union, on all ranks together.
 
@@ -134,11 +142,12 @@ class Audit:
                 "be a step of its own; step the optimizer after the backward pass, or train without adaptive batching"
             )
         if error > rounding:
-            raise ConfigError(
+            raise GradientsDifferError(
                 f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in "
                 f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
                 "computes over the batch or its padding, has a scale or random numbers of its own, or changes the "
-                f"model for the next part; {self._remedy}"
+                f"model for the next part; {self._remedy}",
+                error,
             )
         return True
 

@@ -141,6 +141,23 @@ def _has_labels(key: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and ("label" in key or "target" in key)
 
 
+def beside_each_other(errors: Mapping[LossKind, float]) -> str:
+    """Say how far parts are off their batch by each weight that was tried, and that two means do this.
+
+    Empty if there are no tokens to weight by.
+    """
+    of_tokens = {kind: error for kind, error in errors.items() if kind.of not in ("samples", "batches")}
+    of_samples = [error for kind, error in errors.items() if kind.of == "samples"]
+    if not of_tokens or not of_samples:
+        return ""
+    kind = min(of_tokens, key=lambda kind: of_tokens[kind])
+    return (
+        f". Weighted by the {kind.of} in {kind.key!r} they are {percent(of_tokens[kind])} off, and weighted by samples "
+        f"{percent(of_samples[0])}, as where a mean over tokens stands beside a mean over samples: then set the weight "
+        "of one of the two to 0"
+    )
+
+
 def find_loss_kind(
     trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE, *, splits: bool = True
 ) -> tuple[LossKind, str | None]:
@@ -219,7 +236,7 @@ def _find_loss_kind(
         if kind is None and not splits:
             kind, module = LossKind(False, "batches"), module or f"the loss of {name}"
         if kind is None:
-            error = percent(tried.least_error(losses))
+            error = percent(min(tried.errors(losses).values()))
             if padding := tried.cause_in_padding(losses.rounding):
                 raise ConfigError(f"parts of a batch do not add up to it ({error} off): {padding}")
             chance = "random numbers that the loss draws, and " if losses.are_drawn else ""
@@ -228,6 +245,7 @@ def _find_loss_kind(
                 f"that parts of a batch do not add up to it (they are {error} off); leave out {chance}what computes "
                 "over the batch (samples that are compared with each other, a term that balances experts, or a collate "
                 "function that goes by the first sample), or train without adaptive"
+                + beside_each_other(tried.errors(losses))
             )
         if losses.change > losses.rounding:
             raise ConfigError(
@@ -308,8 +326,8 @@ class _Trials:
                     return kind, losses
         return None, losses
 
-    def least_error(self, losses: Losses[_Ran]) -> float:
-        return min(losses.error(partial(self._as_sums, kind)) for kind in self._kinds if not kind.takes_number)
+    def errors(self, losses: Losses[_Ran]) -> dict[LossKind, float]:
+        return {kind: losses.error(partial(self._as_sums, kind)) for kind in self._kinds if not kind.takes_number}
 
     def cause_in_padding(self, rounding: float) -> str | None:
         """Say that padding changes the loss of a sample, and what to do about it; None if it does not."""

@@ -6,6 +6,7 @@ import inspect
 import logging
 from typing import Any, NoReturn
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -25,6 +26,7 @@ _GENERATING = {
     "AsyncDistillationTrainer", "AsyncGRPOTrainer", "GRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer",
     "RLOOTrainer", "XPOTrainer",
 }  # fmt: skip
+# These compare samples with each other, which does not show where a policy is like its reference, as it begins.
 _OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
 _LOOP = {
     "_run_epoch": {"get_batch_samples", "training_step"},
@@ -141,6 +143,7 @@ def check_trainer(trainer: Any) -> None:
     _check_placement(trainer.model)
     check_rotary(trainer.model)
     check_class(type(trainer), args)
+    _check_two_means(trainer)
 
 
 def _check_placement(model: Any) -> None:
@@ -174,11 +177,23 @@ def _check_loss(name: str, names: set[str], args: Any) -> None:
             f"loss_type={refused[0]!r} of {name} compares samples of a batch with each other, so its parts do not add "
             f"up to it; take another, such as {instead}, or train without adaptive"
         )
-    if mean := _mean_of_tokens(args, names, losses):
+
+
+def _check_two_means(trainer: Any) -> None:
+    """Raise ConfigError if TRL's loss is a mean over tokens beside one over samples, in half precision.
+
+    In single precision that is measured, as for anybody's loss. The rounding of half precision hides it.
+    """
+    args, names = trainer.args, {class_.__name__ for class_ in type(trainer).__mro__}
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    if not (args.bf16 or args.fp16 or dtypes & {torch.bfloat16, torch.float16}):
+        return
+    given = getattr(args, "loss_type", None) or []
+    if mean := _mean_of_tokens(args, names, [given] if isinstance(given, str) else given):
         what, remedy = mean
         raise ConfigError(
-            f"{what} of {name} is a mean over all tokens of a batch, and not over its samples, so its parts do not add "
-            f"up to it; {remedy}train without adaptive"
+            f"{what} of {type(trainer).__name__} is a mean over all tokens of a batch, beside a mean over its samples, "
+            f"so its parts do not add up to it however they are weighted; {remedy}train without adaptive"
         )
 
 

@@ -8,7 +8,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import StepState, draws_put_back, rehearsal
-from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.audit import Audit, GradientsDifferError
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_cost import ForwardCost, ForwardTimes
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -43,7 +43,7 @@ from adaptive_batching._transformers.handed_out import (
     rows_of,
     unheard,
 )
-from adaptive_batching._transformers.loss_kind import LossKind
+from adaptive_batching._transformers.loss_kind import LossKind, beside_each_other, kinds_of
 from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
 from adaptive_batching._transformers.older_versions import scaling_loss_func
 from adaptive_batching._transformers.row_of_samples import (
@@ -225,7 +225,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             record()
         if self._may_be_rows:
             self._lay_end_to_end(samples)
-        if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self._dependent_module is None:
+        # Of batches that are not split, the means are weighted as well, where a step has several.
+        weights = isinstance(self.size, (Fixed, ByLength)) or (
+            trainer.args.gradient_accumulation_steps > 1 and not self.kind.takes_number
+        )
+        if weights and len(samples) > 1 and self._dependent_module is None:
             by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
             shorter, longer = by_length[: len(samples) // 2], by_length[len(samples) // 2 :]
             one, other = longer[:1], shorter[:1]
@@ -233,7 +237,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             if pads_first:  # padding then makes its first token a target, unless that is of a prompt
                 other.append(max(shorter, key=self._share_of_targets))
             try:
-                self.runner.compare(one, other)
+                self._compare(one, other)
             except ConfigError as error:
                 if not pads_first:
                     raise
@@ -241,6 +245,32 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                     f"{error}. Padding comes first here, which makes a target of the first token of all but the "
                     "longest sample: pad on the right (tokenizer.padding_side='right')"
                 ) from error
+
+    def _compare(self, one: list[Sample], other: list[Sample]) -> None:
+        """Compare gradients of parts with that of their union; where they differ, say by how much with other weights.
+
+        Raises:
+            ConfigError: If they differ.
+        """
+        found = self.kind
+        try:
+            self.runner.compare(one, other)
+        except GradientsDifferError as error:
+            if found.takes_number:
+                raise
+            errors = {found: error.error}
+            try:
+                for kind in kinds_of(self._trainer, collated([*one, *other], self.collate), [found.ignored]):
+                    if kind.takes_number or kind.of == found.of:
+                        continue
+                    self.kind = replace(kind, factor=found.factor)
+                    try:
+                        self.runner.compare(one, other)
+                    except GradientsDifferError as otherwise:  # where they do not, that is chance: losses did not agree
+                        errors[kind] = otherwise.error
+            finally:
+                self.kind = found
+            raise ConfigError(f"{error}{beside_each_other(errors)}") from error
 
     def rehearsing(self) -> contextlib.AbstractContextManager[None]:
         return draws_put_back(self._trainer.data_collator, self._trainer.model)

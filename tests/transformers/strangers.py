@@ -878,20 +878,24 @@ ROWS: dict[str, Callable[[], list[Features]]] = {
     "answers": lambda: [{"prompt": each["prompt"], "completion": each["chosen"]} for each in pairs()],
 }
 
+TWO_MEANS = (
+    r"[0-9.]+ % off.* Weighted by the .* they are [0-9.]+ % off, and weighted by samples [0-9.]+ %, as where a mean "
+    "over tokens stands beside a mean over samples: then set the weight of one of the two to 0"
+)
+
 OF_TRL: Mapping[str, Habit] = {
     "SFT of answers": Habit(of_trl("SFT", "answers")),
     "DPO with aot": Habit(of_trl("DPO", loss_type=["aot"]), REFUSED),
     "DPO with bco_pair": Habit(of_trl("DPO", reference=llama, loss_type=["bco_pair"])),
-    "DPO with a mean of tokens": Habit(
-        of_trl("DPO", loss_type=["sigmoid", "sft"]), "loss_type='sft' of DPOTrainer .*leave it out"
-    ),
+    "DPO with a mean of tokens": Habit(of_trl("DPO", reference=llama, loss_type=["sigmoid", "sft"]), TWO_MEANS),
     "KTO": Habit(of_trl("KTO", "rated"), REFUSED),
     "KTO without KL": Habit(of_trl("KTO", "rated", reference=llama, loss_type="apo_zero_unpaired")),
-    "CPO": Habit(of_trl("experimental.cpo.CPO"), "cpo_alpha=1.0 of CPOTrainer .*set it to 0"),
+    "CPO": Habit(of_trl("experimental.cpo.CPO"), TWO_MEANS),
+    "CPO in half precision": Habit(of_trl("experimental.cpo.CPO", bf16=True), "cpo_alpha=1.0 of CPOT.*set it to 0"),
     "CPO without a mean of tokens": Habit(of_trl("experimental.cpo.CPO", loss_type="simpo", cpo_alpha=0.0)),
-    "TPO": Habit(of_trl("experimental.tpo.TPO", "triples"), "tpo_alpha=1.0 of TPOTrainer .*set it to 0"),
+    "TPO": Habit(of_trl("experimental.tpo.TPO", "triples"), TWO_MEANS),
     "TPO without a mean of tokens": Habit(of_trl("experimental.tpo.TPO", "triples", loss_type="ipo", tpo_alpha=0.0)),
-    "ORPO": Habit(of_trl("experimental.orpo.ORPO"), "cross entropy of ORPOTrainer"),
+    "ORPO": Habit(of_trl("experimental.orpo.ORPO"), TWO_MEANS),
     "GKD": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=0.0), draws=True),
     "GKD that generates": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4), "set lmbda=0"),
 }

@@ -165,3 +165,11 @@ def test_where_accumulation_adds_means_up_the_line_that_says_so_names_the_factor
         ours.train()
     [line] = [record.getMessage() for record in caplog.records if "gradient_accumulation_steps" in record.getMessage()]
     assert re.search(r"\b4\b", line)
+
+
+def test_two_means_are_found_where_whole_batches_are_accumulated(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    whole = AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=8)
+    trainer = strangers.OF_TRL["ORPO"].make(tmp_path, whole, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=strangers.TWO_MEANS):
+        trainer.adaptive.find()
