@@ -44,6 +44,11 @@ class Trained:
         return max(losses), max(weights)
 
     @property
+    def recoveries(self) -> int:
+        """Times that samples have run again because memory ran out."""
+        return int(self.logged[-1].get("oom_retries", 0))
+
+    @property
     def padding(self) -> float | None:
         """Tokens computed per token of data, at most in a step; None if that was not logged."""
         return max((float(each["padding"]) for each in self.logged if "padding" in each), default=None)
@@ -92,11 +97,13 @@ def make_inputs(folder: Path) -> None:
     (folder / "data" / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
-def axolotl(folder: Path, out: Path, settings: Any, *, dpo: bool = False, **more: Any) -> list[str]:
-    """Return the command that trains; with ``settings``, its YAML has our plugin and key."""
+def axolotl(folder: Path, out: Path, settings: Any, *, of: str = "sft", **more: Any) -> list[str]:
+    """Return the command that trains ``of`` sft or dpo; with ``settings``, its YAML has our plugin and key."""
     data: dict[str, Any] = {"path": str(folder / "data" / "tiny.jsonl"), "ds_type": "json", "type": "chat_template"}
-    if dpo:
+    template: dict[str, Any] = {"chat_template": "tokenizer_default"}
+    if of == "dpo":
         data = {**data, "path": str(folder / "data" / "pairs.jsonl"), "type": "chatml.intel", "split": "train"}
+        template = {"rl": "dpo"}
     else:
         data["field_messages"] = "messages"
     config = {
@@ -106,7 +113,7 @@ def axolotl(folder: Path, out: Path, settings: Any, *, dpo: bool = False, **more
         "optimizer": "adamw_torch", "lr_scheduler": "cosine", "learning_rate": 0.001, "bf16": False, "fp16": False,
         "tf32": False, "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS, "seed": 1,
         "gradient_checkpointing": False, "special_tokens": {"pad_token": "<pad>"},
-        **({"rl": "dpo"} if dpo else {"chat_template": "tokenizer_default"}), **more,
+        **template, **more,
     }  # fmt: skip
     if settings is not None:
         config |= {"plugins": ["adaptive_batching.axolotl.AdaptivePlugin"], "adaptive": settings}
@@ -147,6 +154,21 @@ def swift(folder: Path, out: Path, settings: Any, **more: Any) -> list[str]:
 STACKS = {"axolotl": axolotl, "llamafactory": llamafactory, "swift": swift}
 
 
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "axolotl": {"SFT": {}, "DPO": {"of": "dpo"}},
+    "llamafactory": {"SFT": {}},
+    "swift": {"SFT": {}},
+}
+"""What is trained with each, and with which of its settings."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {"settings": "auto"},
+    "2": {"settings": {"micro_batch_size": 2}},
+    "short": {"settings": {"micro_batch_size": 2}, "most_tokens": 130},
+}
+"""Of training with us; the last runs out of memory wherever two longer samples run together."""
+
+
 def _written(out: Path, config: Mapping[str, Any]) -> str:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "config.yaml"
@@ -159,9 +181,17 @@ def _run(settings: Any) -> list[str]:
     return [sys.executable, "-m", "adaptive_batching", "run", "--settings", given, "--"]
 
 
-def command(stack: str, folder: Path, name: str, settings: Any, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command of a stack; its output is in ``folder / name``."""
+def command(
+    stack: str, folder: Path, name: str, settings: Any, *, most_tokens: int | None = None, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the command of a stack; its output is in ``folder / name``.
+
+    With ``most_tokens``, memory runs out in each forward of training that has more.
+    """
     given = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    if most_tokens is not None:
+        paths = [str(ROOT / "tests" / "support" / "short_memory"), str(ROOT)]
+        given |= {"SHORT_MEMORY_TOKENS": str(most_tokens), "PYTHONPATH": os.pathsep.join(paths)}
     if settings is not None:
         given["ADAPTIVE_BATCHING_SETTINGS"] = settings if isinstance(settings, str) else json.dumps(settings)
     words: Sequence[str] = STACKS[stack](folder, folder / name, settings, **more)
@@ -176,27 +206,25 @@ def train(stack: str, folder: Path, name: str, settings: Any, **more: Any) -> Tr
     ran = command(stack, folder, name, settings, **more)
     assert ran.returncode == 0, ran.stderr[-4000:]
     checkpoint = folder / name / f"checkpoint-{STEPS}"
+    [saved] = [path for kind in ("model", "adapter_model") if (path := checkpoint / f"{kind}.safetensors").exists()]
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     logged = [each for each in state["log_history"] if "loss" in each]
-    return Trained(
-        logged, load_file(checkpoint / "model.safetensors"), ran.stdout + ran.stderr, time.monotonic() - start
-    )
+    return Trained(logged, load_file(saved), ran.stdout + ran.stderr, time.monotonic() - start)
 
 
 def main() -> None:
     """Print the table of a stack."""
     stack, folder = sys.argv[1], Path(sys.argv[2])
     make_inputs(folder)
-    for kind in [{}, {"dpo": True}] if stack == "axolotl" else [{}]:
-        name = "DPO" if kind else "SFT"
+    for name, kind in KINDS[stack].items():
         stock = train(stack, folder, f"{name}-stock", None, **kind)
         print(f"{stack} {name} stock: {stock.seconds:.0f} s")
-        for settings in ("auto", {"micro_batch_size": 2}):
-            found = train(stack, folder, f"{name}-{settings if settings == 'auto' else 2}", settings, **kind)
+        for way, settings in WAYS.items():
+            found = train(stack, folder, f"{name}-{way}", **settings, **kind)
             losses, weights = found.apart(stock)
             print(
-                f"{stack} {name} {settings}: losses within {losses:.1e}, weights within {weights:.1e}, padding "
-                f"{found.padding}, {found.seconds:.0f} s"
+                f"{stack} {name} {way}: losses within {losses:.1e}, weights within {weights:.1e}, padding "
+                f"{found.padding}, {found.recoveries} recoveries, {found.seconds:.0f} s"
             )
 
 

@@ -114,7 +114,7 @@ print(json.dumps([[each.__name__ for each in type(trainer).__mro__], found]))
 def run_command(*command: str, **environment: str) -> Any:
     given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     run = [sys.executable, "-m", "adaptive_batching", "run", *command]
-    return subprocess.run(run, env=given, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(run, env=given, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_command_trains_adaptively_or_as_it_would_with_a_line_that_says_why(tmp_path: Path) -> None:
@@ -134,6 +134,35 @@ def test_a_command_trains_adaptively_or_as_it_would_with_a_line_that_says_why(tm
     assert refused.returncode == 0, refused.stderr
     assert "Trainer trains without adaptive batching: auto_find_batch_size=True" in refused.stderr
     assert "AdaptiveTraining" not in json.loads(refused.stdout.splitlines()[-1])[0]
+
+
+OF_TWO = """
+import json, os, sys
+from tests.conftest import without_pages
+from tests.transformers import trainers
+with without_pages():
+    trainer = trainers.trained(sys.argv[1], max_steps=2, ddp_backend="gloo")
+if os.environ["RANK"] == "0":
+    print(json.dumps([trainer.args.world_size, type(trainer).__mro__[1].__name__, trainers.losses(trainer)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_of_two_processes_trains_as_one_does_with_twice_the_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OF_TWO)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    settings = ("--settings", "micro_batch_size=3")
+    found = run_command(*settings, "--", *torchrun, str(script), str(tmp_path / "out"))
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("adaptive-batching run: Trainer is adaptive (micro_batch_size=3)") == 1
+    lines = [line for line in found.stdout.splitlines() if line.startswith("[2")]
+    size, base, losses = json.loads(lines[-1])
+    assert (size, base) == (2, "AdaptiveTraining")
+    stock = trainers.losses(trained(tmp_path / "stock", max_steps=2, per_device_train_batch_size=16))
+    for ours, theirs in zip(losses, stock, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
 @pytest.mark.parametrize(
