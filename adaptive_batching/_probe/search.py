@@ -202,9 +202,10 @@ class Sizes:
         return next((line for line in reversed(lines) if line.slope > 4 * line.doubt), lines[0] if lines else None)
 
     def _above(self) -> tuple[int, int] | None:
-        """(batch size, peak bytes) of the smallest size that ran to its end and took more than the budget."""
+        """(batch size, peak bytes) of the smallest size beyond those that fitted which took more than the budget."""
         ran = [(m.batch_size, m.peak_bytes) for m in self.measurements if m.peak_bytes is not None]
-        return min((point for point in ran if point[1] > self.budget_bytes), default=None)
+        most = max((size for size, _ in self._points()), default=0)
+        return min((point for point in ran if point[0] > most and point[1] > self.budget_bytes), default=None)
 
     def _surely(self) -> float:
         """Return the size that fits for certain by the bound from above."""

@@ -243,6 +243,8 @@ def check_data(trainer: Any, *, shares: bool, grows: bool = False) -> None:
     """
     args, data = trainer.args, trainer.train_dataset
     if isinstance(data, IterableDataset):
+        if one_loop.IS_IN_USE:
+            raise ConfigError("train_dataset streams, which needs transformers 5.3 or later here; update it")
         dispatches = args.world_size > 1 and args.accelerator_config.dispatch_batches is None
         check_stream(data, grows=grows, dispatches=dispatches)
     elif data is not None:

@@ -6,9 +6,7 @@ import logging
 import re
 from functools import partial
 
-import numpy as np
 import pytest
-import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import CpuMeter
@@ -93,7 +91,7 @@ def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun, caplo
     assert stock.metrics[0]["loss"] == exact.metrics[0]["loss"], "the same fifty samples in the first step"
 
 
-def test_the_step_of_any_configured_batch_is_traced(tune_run: TuneRun) -> None:
+def test_the_step_of_any_configured_batch_is_probed(tune_run: TuneRun) -> None:
     """Stock makes a tensor for the configured batch, and a larger one between the two sizes that are traced."""
     [probe] = events(tune_run("full", *PROBE, "batch_size=2", "epochs=1", name="two"), "probe")
     assert (probe["search"], probe["batch_size"]) == ("predict", 32) and len(probe["measurements"]) <= 3
@@ -168,31 +166,11 @@ def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: Tu
         tune_run("full", *WIDE, "use_maximum_batch_size=True", f"adaptive_batching.memory_limit={limit}")
     message = str(end.value)
     size = r"[\d.]+ [MG]iB"  # of a process that has a CUDA build of torch it is more than a GiB
-    assert re.search(rf"one sample does not fit in {size}: it needs about {size}, [\d.]+ MiB too much", message), (
-        message
-    )
+    assert re.search(
+        rf"one sample does not fit in {size}: it (took {size}, [\d.]+ MiB too much|ran out of memory)", message
+    ), message
     for remedy in ("set enable_activation_checkpointing=True; 'adaptive-batching plan'", "memory_limit"):
         assert remedy in message, message
-
-
-class UntraceableLoss(torch.nn.CrossEntropyLoss):
-    """Leaves torch for numpy, which has no fake tensors."""
-
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        scale = float(np.sign(logits.detach().numpy().shape[0]))
-        return scale * super().forward(logits, labels)
-
-
-def test_a_step_that_cannot_be_traced_is_measured(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:
-    loss = f"loss._component_={__name__}.UntraceableLoss"
-    exact = "adaptive_batching.round_to_power_of_two=False"
-    with caplog.at_level("INFO"):
-        run = tune_run("full", *PROBE, loss, exact, "dataset.split=train[:20]", "epochs=1")
-    [probe] = events(run, "probe")
-    assert "the training step cannot be traced" in caplog.text
-    assert probe["search"] == "predict (measured, no trace)"
-    assert probe["batch_size"] == 20
-    assert [m["batch_size"] for m in probe["measurements"]][:2] == [1, 4]
 
 
 def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_of_use(

