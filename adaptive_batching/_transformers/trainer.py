@@ -241,8 +241,9 @@ class AdaptiveTraining:
             model, loader = stock(*args, **kwargs)
         self.adaptive.called_model = without_ddp(self, model)
         of_samples = handing_out_samples(loader, self.data_collator)
-        assert of_samples is not None and self.adaptive.data is not None  # as was checked
-        self.adaptive.data.loaders.append(of_samples)
+        assert of_samples is not None  # as was checked
+        if self.adaptive.data is not None:  # else there is nothing to train
+            self.adaptive.data.loaders.append(of_samples)
         return model, of_samples
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
