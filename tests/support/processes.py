@@ -12,7 +12,7 @@ FORKED = multiprocessing.get_context("forkserver")
 """Starts processes that are forked from one that has imported torch and what is trained with, and computed nothing.
 They are no forks of this one, in which autograd may have run: not all builds of torch let it run in a fork then."""
 
-FORKED.set_forkserver_preload(["adaptive_batching.torchtune", "tests.conftest", "tests.transformers.trainers"])
+FORKED.set_forkserver_preload(["torchtune.datasets", "tests.conftest", "tests.transformers.trainers"])
 
 
 def in_a_process(function: Callable[..., T], *arguments: object) -> T:
