@@ -40,7 +40,7 @@ class Launch:
     devices: int = 1
     steps: int = 3
     notes_work: bool = True
-    """If one step more is to be noted, for its time. It takes a card that is known."""
+    """Whether to record one more step, to time it. This needs a card that is known."""
     max_seconds: float = 300
     """Without a step, after which the command is ended."""
     begun: float = field(default_factory=time.time)
@@ -49,7 +49,7 @@ class Launch:
     """Where the command prints to; None for where this process does."""
     errors: int | IO[bytes] | None = None
     says: bool = True
-    """If it is said that a command takes long to its first step."""
+    """Whether to say so when a command is slow to reach its first step."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:

@@ -15,7 +15,7 @@ from adaptive_batching._transformers.trainer_probe import without_ddp
 
 IS_IN_USE = not hasattr(Trainer, "_prepare_for_training")
 CALLED = {"get_train_dataloader", "set_initial_training_values", "get_batch_samples", "training_step"}
-"""What the loop calls that we put ours in place of."""
+"""Methods that the loop calls and that we replace."""
 
 
 class InOneLoop:

@@ -180,7 +180,7 @@ def _check_loss(name: str, names: set[str], args: Any) -> None:
 
 
 def _check_two_means(trainer: Any) -> None:
-    """Raise ConfigError if TRL's loss is a mean over tokens beside one over samples, in half precision.
+    """Raise ConfigError if TRL's loss adds a mean over tokens to one over samples and runs in half precision.
 
     In single precision that is measured, as for anybody's loss. The rounding of half precision hides it.
     """

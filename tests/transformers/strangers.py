@@ -879,8 +879,8 @@ ROWS: dict[str, Callable[[], list[Features]]] = {
 }
 
 TWO_MEANS = (
-    r"[0-9.]+ % off.* Weighted by the .* they are [0-9.]+ % off, and weighted by samples [0-9.]+ %, as where a mean "
-    "over tokens stands beside a mean over samples: then set the weight of one of the two to 0"
+    r"[0-9.]+ % off.* Weighted by the .* they are [0-9.]+ % off, and weighted by samples [0-9.]+ %, as happens "
+    "where a loss adds a mean over tokens to a mean over samples: then set the weight of one of the two to 0"
 )
 
 OF_TRL: Mapping[str, Habit] = {

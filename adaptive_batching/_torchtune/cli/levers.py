@@ -1,4 +1,4 @@
-"""What would save memory, of the settings that a config does not use yet."""
+"""Settings that would save memory and that a config does not use yet."""
 
 from __future__ import annotations
 

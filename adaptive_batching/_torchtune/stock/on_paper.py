@@ -1,4 +1,4 @@
-"""What of a stock recipe can be known without a device, weights or data: what it says of a config, and sample data."""
+"""Check a config with its stock recipe, without a device, weights or data; and samples that stand in for the data."""
 
 from __future__ import annotations
 
