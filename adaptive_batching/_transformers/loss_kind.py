@@ -153,8 +153,8 @@ def beside_each_other(errors: Mapping[LossKind, float]) -> str:
     kind = min(of_tokens, key=lambda kind: of_tokens[kind])
     return (
         f". Weighted by the {kind.of} in {kind.key!r} they are {percent(of_tokens[kind])} off, and weighted by samples "
-        f"{percent(of_samples[0])}, as happens where a loss adds a mean over tokens to a mean over samples: then set the "
-        "weight of one of the two to 0"
+        f"{percent(of_samples[0])}, as happens where a loss adds a mean over tokens to a mean over samples: then set "
+        "the weight of one of the two to 0"
     )
 
 
