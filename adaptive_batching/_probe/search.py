@@ -68,14 +68,14 @@ class Sizes:
         measure: Callable[[int], Measurement],
         candidates: Sequence[int],
         budget_bytes: float,
-        resting_bytes: float = 0,
-        repeat: Callable[[int], Measurement] | None = None,
-        noise: float = 0.01,
-        tells_up_to: float = 1.0,
+        resting_bytes: float,
+        repeat: Callable[[int], Measurement],
+        noise: float,
+        tells_up_to: float,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self.candidates, self.budget_bytes, self.resting_bytes = candidates, budget_bytes, resting_bytes
-        self._measure, self._repeat, self._noise, self._tells_up_to = measure, repeat or measure, noise, tells_up_to
+        self._measure, self._repeat, self._noise, self._tells_up_to = measure, repeat, noise, tells_up_to
         self.measurements: list[Measurement] = []
         self.low = -1  # index of the largest candidate that fitted; -1 if none has yet
         self.high = len(candidates)  # index of the smallest that did not; one past the end if none has failed yet
@@ -136,8 +136,7 @@ class Sizes:
         """Return a bound from above on the peak at ``size`` in bytes, by the largest size that ran."""
         if not (points := self._points()):
             return math.inf
-        b, peak = points[-1]
-        return self.resting_bytes + (1 + 2 * self._noise) * (peak - self.resting_bytes) * max(size / b, 1)
+        return self.resting_bytes + self._most_of_sample(points) * max(size, points[-1][0])
 
     def fits_by_far(self) -> int:
         """Return the index of the largest candidate that fits by far, by the bound from above; -1 if none is known."""
@@ -211,9 +210,12 @@ class Sizes:
         """Return the size that fits for certain by the bound from above."""
         if not (points := self._points()):
             return 0.0
+        return (self.budget_bytes - self.resting_bytes) / max(self._most_of_sample(points), 1e-9)
+
+    def _most_of_sample(self, points: list[tuple[int, int]]) -> float:
+        """Return the bytes that each sample of a larger size takes at most, noise included."""
         b, peak = points[-1]
-        rise = (1 + 2 * self._noise) * (peak - self.resting_bytes)
-        return b * (self.budget_bytes - self.resting_bytes) / max(rise, 1)
+        return (1 + 2 * self._noise) * (peak - self.resting_bytes) / b
 
     def _allowed(self) -> float:
         """Return the size above which none fits by the line of what is in use, even if noise has made it too steep."""

@@ -47,7 +47,6 @@ class Device(MemoryMeter):
     length: int = 512  # tokens of a worst-case sample
     libraries_bytes: int = 0  # taken by the first step, unknown to the allocator, and never given back
     overhead: float = 1.0  # bytes reserved for each byte allocated
-    workspace_bytes: int = 0  # taken from the allocator by the first step, and kept
     fails_safely: bool = True
     is_predictable: bool = False
     keeps_freed_memory: bool = True
@@ -57,7 +56,6 @@ class Device(MemoryMeter):
     def __post_init__(self) -> None:
         self.allocator = Allocator(self.total_bytes, self.overhead)
         self._loaded = 0
-        self._workspace: list[Memory] = []
         self._weights = [Memory(self.allocator, layer.weights) for layer in self.layers]
         self.optimizer = Moments(self)
         self.steps: list[int] = []
@@ -79,8 +77,6 @@ class Device(MemoryMeter):
         if not self._loaded:
             self._loaded = self.libraries_bytes
             self.allocator.limit = min(self.allocator.limit, self.total_bytes - self._loaded)
-        if self.workspace_bytes and not self._workspace:
-            self._workspace.append(Memory(self.allocator, self.workspace_bytes))
         kept = []
         for layer in self.layers:
             passing = Memory(self.allocator, layer.passing_per_token * tokens)
