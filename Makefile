@@ -99,7 +99,7 @@ $(VENV)-%/.stack: pyproject.toml Makefile $(call installed,dev)
 	touch $@
 
 test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
-	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._emulated_device --devices 2 \
+	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._dry_run.device --devices 2 \
 		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated tests/dry_run/test_libraries.py tests/integration/test_cuda_memory.py
 
 # Each result is written as it comes, and all end within nine minutes.

@@ -34,7 +34,7 @@ from common import write_report
 from published_times import EXCLUDED, FITTED, HELD_OUT, TimedRow, mean_over_lengths, time_rows
 from published_times import LIBRARIES as MORE_LIBRARIES
 
-from adaptive_batching._step_time.forecast import AGAINST_PUBLISHED, ONE_DEVICE
+from adaptive_batching._dry_run.time.forecast import AGAINST_PUBLISHED, ONE_DEVICE
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "published"

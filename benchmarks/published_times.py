@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptive_batching._gpus import Gpu, find_gpus
+from adaptive_batching._dry_run.cards import Gpu, find_gpus
 
 PROGRAMS = Path(__file__).parent / "published"
 H100_HBM2E = "H100 HBM2e"

@@ -25,8 +25,7 @@ MAY_IMPORT = {
     "values": set(),
     "caching_allocator": set(),
     "config": {"values"},
-    "dry_run": {"caching_allocator", "emulated_device", "gpus", "report", "shortage", "step_time", "values"},
-    "emulated_device": {"values"},
+    "dry_run": {"caching_allocator", "report", "shortage", "values"},
     "environment": {"ranks", "values"},
     "device": set(),
     "evidence": {"device", "kept_values", "snapshot", "without_chance"},
@@ -35,7 +34,6 @@ MAY_IMPORT = {
     "patches": set(),
     "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
     "ranks": {"out_of_memory", "values"},
-    "gpus": {"values"},
     "growth": {"values"},
     "kept_values": {"out_of_memory", "values"},
     "loop": {"config", "device", "evidence", "probe", "ranks", "snapshot", "step", "values"} | MEMORY,
@@ -43,7 +41,6 @@ MAY_IMPORT = {
     "report": {"growth", "step", "probe", "values"},
     "shortage": {"values"},
     "snapshot": {"device", "kept_values", "values"},
-    "step_time": {"gpus"},
     "step": {"device", "evidence", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
     "unused_memory": {"out_of_memory"},
     "without_chance": set(),
@@ -51,14 +48,14 @@ MAY_IMPORT = {
 PURE = {
     room + name
     for room, names in {
-        "": "config gpus patches shortage values",
-        "dry_run/": "answer calibration compared ends history largest picture process_work times verdict",
-        "emulated_device/": "__init__ control",
+        "": "config patches shortage values",
+        "dry_run/": "answer calibration cards compared ends history largest picture process_work times verdict",
+        "dry_run/device/": "__init__ control",
+        "dry_run/time/": "forecast seconds step_work",
         "growth/": "batch_size_schedule controller increase learning_rate_scale noise_scale schedules",
         "step/": "split fastest forward_cost limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
-        "step_time/": "forecast seconds step_work",
         "transformers/": "arguments epoch_schedule",
     }.items()
     for name in names.split()
@@ -99,6 +96,16 @@ def test_the_core_never_imports_torchtune_and_its_rooms_import_in_one_direction(
     if path.stem != "__init__":
         room = name_of(path).split("/")[0]
         assert {name.split("/")[0] for name in ours(path)} <= MAY_IMPORT[room] | {room}
+
+
+def test_what_needs_no_card_is_a_room_of_its_own_whose_device_and_times_know_nothing_of_a_dry_run() -> None:
+    """Only the command line calls it."""
+    callers = {name_of(path) for path in MODULES if any(name.startswith("dry_run") for name in ours(path))}
+    assert {name for name in callers if not name.startswith("dry_run/")} == {"_main__", "torchtune/cli/plan"}
+    for room, used in {"device": {"values"}, "time": {"dry_run/cards"}}.items():
+        of_room = [path for path in (PACKAGE / "_dry_run" / room).rglob("*.py") if path.name != SITE]
+        found = {name for path in of_room for name in ours(path)}
+        assert {name for name in found if not name.startswith(f"dry_run/{room}")} <= used
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_torchtune").glob("*/*.py")), ids=name_of)

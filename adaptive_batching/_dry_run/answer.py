@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching._dry_run.cards import Gpu
 from adaptive_batching._dry_run.ends import condition_on_a_value
 from adaptive_batching._dry_run.process_work import ProcessWork, read_works
+from adaptive_batching._dry_run.time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
+from adaptive_batching._dry_run.time.seconds import SLOW_HOST, UNCORRECTED, Correction, StepSeconds, seconds_of_step
 from adaptive_batching._dry_run.times import time_as_object, time_in_words
 from adaptive_batching._dry_run.verdict import Answer, outside_of_allocator
-from adaptive_batching._gpus import Gpu
-from adaptive_batching._step_time.forecast import NO_LENGTH, Forecast, RunLength, kind_of, uncounted_in
-from adaptive_batching._step_time.seconds import SLOW_HOST, UNCORRECTED, Correction, StepSeconds, seconds_of_step
 from adaptive_batching._values import DRY_RUN, memory_size
 
 VERSION = 1

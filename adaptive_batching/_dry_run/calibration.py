@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 
 from adaptive_batching._dry_run.answer import DryRun
-from adaptive_batching._gpus import GPUS, Gpu
+from adaptive_batching._dry_run.cards import GPUS, Gpu
+from adaptive_batching._dry_run.time.seconds import UNCORRECTED, Correction, correction_for
 from adaptive_batching._report.events import RecordError, read_events
-from adaptive_batching._step_time.seconds import UNCORRECTED, Correction, correction_for
 from adaptive_batching._values import ConfigError
 
 WARM_UP = 3  # steps of a run that are slower than the rest: libraries load, kernels are compiled

@@ -19,9 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from adaptive_batching._dry_run.device import control
 from adaptive_batching._dry_run.history import is_of_torch, line_of
-from adaptive_batching._emulated_device import control
-from adaptive_batching._step_time.operations import (
+from adaptive_batching._dry_run.time.operations import (
     bytes_of,
     each_once,
     expected_launches,
@@ -29,7 +29,7 @@ from adaptive_batching._step_time.operations import (
     operation,
     tensors_of,
 )
-from adaptive_batching._step_time.step_work import Operation, StepWork
+from adaptive_batching._dry_run.time.step_work import Operation, StepWork
 from adaptive_batching._values import first_line
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

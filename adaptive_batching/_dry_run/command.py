@@ -16,14 +16,14 @@ from typing import Any
 
 from adaptive_batching._dry_run.answer import VERSION, DryRun, as_object, in_words
 from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
+from adaptive_batching._dry_run.cards import Gpu, find_gpus, gpu_memory, read_card
 from adaptive_batching._dry_run.compared import Column, compare
+from adaptive_batching._dry_run.device import BuildError, parse_capability
 from adaptive_batching._dry_run.largest import MOST, largest_that_fits
 from adaptive_batching._dry_run.on_cards import Launch
+from adaptive_batching._dry_run.time.forecast import RunLength
+from adaptive_batching._dry_run.time.seconds import Correction
 from adaptive_batching._dry_run.verdict import Answer
-from adaptive_batching._emulated_device import BuildError, parse_capability
-from adaptive_batching._gpus import Gpu, find_gpus, gpu_memory, read_card
-from adaptive_batching._step_time.forecast import RunLength
-from adaptive_batching._step_time.seconds import Correction
 from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptive_batching._dry_run.answer import DryRun, as_object
+from adaptive_batching._dry_run.cards import Gpu
+from adaptive_batching._dry_run.time.forecast import Forecast, RunLength, cheapest_and_fastest, in_seconds
 from adaptive_batching._dry_run.times import in_a_second
-from adaptive_batching._gpus import Gpu
-from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, in_seconds
 from adaptive_batching._values import memory_size
 
 LEAST_GAIN = 0.02  # of tokens a second, for which a larger batch is worth its memory

@@ -16,9 +16,9 @@ from typing import IO
 
 from adaptive_batching._dry_run import FOLDER, STEPS, TIME
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, processes_in, read_dry_run
+from adaptive_batching._dry_run.cards import Gpu
+from adaptive_batching._dry_run.device import MOST_DEVICES, EmulatedDevice, write_nvidia_smi
 from adaptive_batching._dry_run.dry import offline
-from adaptive_batching._emulated_device import MOST_DEVICES, EmulatedDevice, write_nvidia_smi
-from adaptive_batching._gpus import Gpu
 from adaptive_batching._values import ConfigError
 
 GRACE_OF_CLEANERS = 3.0  # seconds

@@ -11,10 +11,10 @@ from typing import Any
 from adaptive_batching._dry_run.answer import DryRun, in_words
 from adaptive_batching._dry_run.compared import Column, compare
 from adaptive_batching._dry_run.history import CATEGORIES
+from adaptive_batching._dry_run.time.forecast import Forecast, in_seconds
+from adaptive_batching._dry_run.time.seconds import LIMITS, largest_lines
 from adaptive_batching._report.page import asset
 from adaptive_batching._report.sections import Html, some, table, tag
-from adaptive_batching._step_time.forecast import Forecast, in_seconds
-from adaptive_batching._step_time.seconds import LIMITS, largest_lines
 from adaptive_batching._values import memory_size, without_secrets
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._step_time.step_work import StepWork
+from adaptive_batching._dry_run.time.step_work import StepWork
 
 SUFFIX = ".work"  # of the file of a process, whose name is its number
 

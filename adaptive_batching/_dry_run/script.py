@@ -23,8 +23,7 @@ from adaptive_batching._dry_run.history import is_of_script, line_of_script
 from adaptive_batching._values import memory_size
 
 MOST_LINES = 200  # that read values and are remembered
-_HERE = Path(__file__).parents[1]
-_WATCHERS = tuple(str(_HERE / room) for room in ("_dry_run", "_emulated_device", "_step_time"))
+_WATCHERS = str(Path(__file__).parent)
 _READERS = ("_local_scalar_dense", "_to_copy")  # item(), float(), if loss < 1; and cpu(), tolist(), numpy()
 
 Lines = list[tuple[str, int]]

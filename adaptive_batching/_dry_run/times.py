@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptive_batching._step_time.forecast import Forecast, RunLength, in_seconds
-from adaptive_batching._step_time.seconds import CONSTANTS, LIMITS, SLOW_HOST, Correction, largest_lines
+from adaptive_batching._dry_run.time.forecast import Forecast, RunLength, in_seconds
+from adaptive_batching._dry_run.time.seconds import CONSTANTS, LIMITS, SLOW_HOST, Correction, largest_lines
 
 MOST_LINES = 3
 WORTH_SAYING = 1.1  # times as long, with a slow host

@@ -35,6 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from adaptive_batching._caching_allocator import allocator_advice, workspace_bytes
 from adaptive_batching._dry_run import FOLDER, STEPS, TIME
+from adaptive_batching._dry_run.device import control
+from adaptive_batching._dry_run.device.values import ran
 from adaptive_batching._dry_run.errors import describe_error, write_process
 from adaptive_batching._dry_run.extra_step import ExtraStep
 from adaptive_batching._dry_run.history import (
@@ -51,8 +53,6 @@ from adaptive_batching._dry_run.history import (
 )
 from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
-from adaptive_batching._emulated_device import control
-from adaptive_batching._emulated_device.values import ran
 from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten

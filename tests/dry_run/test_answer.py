@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
+from adaptive_batching._dry_run.cards import find_gpus
 from adaptive_batching._dry_run.compared import Column
+from adaptive_batching._dry_run.device.control import Counters
 from adaptive_batching._dry_run.picture import write_page
 from adaptive_batching._dry_run.process_work import Counts, ProcessWork
+from adaptive_batching._dry_run.time.forecast import NO_LENGTH
+from adaptive_batching._dry_run.time.step_work import StepWork
 from adaptive_batching._dry_run.verdict import Answer
-from adaptive_batching._emulated_device.control import Counters
-from adaptive_batching._gpus import find_gpus
-from adaptive_batching._step_time.forecast import NO_LENGTH
-from adaptive_batching._step_time.step_work import StepWork
 from tests.support.html import check_that_it_asks_for_nothing, read_page
 
 GIB = 2**30

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from adaptive_batching._dry_run.cards import GIB, GPUS, Gpu, find_gpus, gpu_memory
 from adaptive_batching._dry_run.verdict import Answer, outside_of_allocator
-from adaptive_batching._gpus import GIB, GPUS, Gpu, find_gpus, gpu_memory
 from adaptive_batching._values import ConfigError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching._emulated_device import BuildError, build
+from adaptive_batching._dry_run.device import BuildError, build
 from tests.conftest import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"

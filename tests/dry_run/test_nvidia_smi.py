@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching._emulated_device import nvidia_smi, write_nvidia_smi
+from adaptive_batching._dry_run.device import nvidia_smi, write_nvidia_smi
 
 MIB = 2**20
 

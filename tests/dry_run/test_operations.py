@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from adaptive_batching._step_time.operations import flops_of, operation
+from adaptive_batching._dry_run.time.operations import flops_of, operation
 
 ATEN = torch.ops.aten
 

@@ -14,10 +14,9 @@ import pytest
 
 from adaptive_batching._dry_run import compared
 from adaptive_batching._dry_run.calibration import as_option, check_card, read_correction, seconds_of_record
-from adaptive_batching._dry_run.times import time_in_words
-from adaptive_batching._gpus import GPUS, Gpu, find_gpus, read_card
-from adaptive_batching._step_time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of, uncounted_in
-from adaptive_batching._step_time.seconds import (
+from adaptive_batching._dry_run.cards import GPUS, Gpu, find_gpus, read_card
+from adaptive_batching._dry_run.time.forecast import Forecast, RunLength, cheapest_and_fastest, kind_of, uncounted_in
+from adaptive_batching._dry_run.time.seconds import (
     CONSTANTS,
     Correction,
     correction_for,
@@ -25,7 +24,8 @@ from adaptive_batching._step_time.seconds import (
     sustained,
     useful_share,
 )
-from adaptive_batching._step_time.step_work import Operation, StepWork
+from adaptive_batching._dry_run.time.step_work import Operation, StepWork
+from adaptive_batching._dry_run.times import time_in_words
 from adaptive_batching._values import ConfigError
 
 A100, H100, H200, RTX_4090 = (find_gpus(name)[0] for name in ("a100 80gb", "h100", "h200", "4090"))

@@ -39,7 +39,7 @@ def a_card_of_80_gib() -> Iterator[None]:
     """Give each test a whole card; what one sets holds until its end."""
     import torch
 
-    from adaptive_batching._emulated_device import control
+    from adaptive_batching._dry_run.device import control
     from tests.support.device_steps import in_use
 
     yield

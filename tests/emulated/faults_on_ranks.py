@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from adaptive_batching._torchtune.stock.loading import load_stock
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import QUICKSTART, small_run

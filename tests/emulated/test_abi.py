@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching._emulated_device import SOURCE, WRITTEN
+from adaptive_batching._dry_run.device import SOURCE, WRITTEN
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
 # Headers of NCCL and of compilers, which are installed for one version, and go with both

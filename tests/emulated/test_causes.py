@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from adaptive_batching import AdaptiveStep, DoesNotFitError
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from tests.support.device_steps import in_use
 
 MIB = 2**20

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.attention
 
-from adaptive_batching._emulated_device import BuildError, EmulatedDevice, build, control
+from adaptive_batching._dry_run.device import BuildError, EmulatedDevice, build, control
 from tests.conftest import ROOT
 
 GIB, MIB = 2**30, 2**20

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._gpus import find_gpus
-from adaptive_batching._step_time.seconds import CONSTANTS, sustained
+from adaptive_batching._dry_run.cards import find_gpus
+from adaptive_batching._dry_run.time.seconds import CONSTANTS, sustained
 from tests.emulated.test_dry_run import MODEL, TRAIN, WIDTH, dry_run, start
 
 ROWS = 8192

@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama3_2._component_builders import llama3_2
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
 from adaptive_batching._torchtune.stock.losses import NextToken

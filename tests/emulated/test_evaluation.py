@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from tests.integration.test_evaluation import Evaluation, evaluation, folder
 
 __all__ = ["evaluation", "folder"]

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from adaptive_batching import AdaptiveStep
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from adaptive_batching._torchtune.cli.dry_run import load_zeros
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget
 from adaptive_batching._probe.find import find_largest

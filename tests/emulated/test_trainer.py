@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching._transformers.recording import Recording
 from adaptive_batching.transformers import AdaptiveArguments

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from adaptive_batching._emulated_device.control import Counters
+from adaptive_batching._dry_run.device.control import Counters
 from tests.conftest import Run, assert_same_weights
 from tests.integration.two_ranks import FAULTS, KINDS, OTHERS
 from tests.support.device_steps import StepEnd, assert_asks_no_more, level

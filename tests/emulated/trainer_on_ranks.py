@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
 from tests.transformers.trainers import make_data, make_llama, make_trainer

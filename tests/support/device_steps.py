@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torchtune.training.metric_logging import DiskLogger
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from adaptive_batching._gpus import find_gpus
+from adaptive_batching._dry_run.cards import find_gpus
 from adaptive_batching._torchtune.names import LAUNCHED
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"

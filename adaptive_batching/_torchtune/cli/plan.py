@@ -24,14 +24,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._dry_run.answer import DryRun, peak_in_words
+from adaptive_batching._dry_run.cards import Gpu, find_gpus, gpu_memory
+from adaptive_batching._dry_run.device import BuildError, build
 from adaptive_batching._dry_run.on_cards import Launch, interruptible
+from adaptive_batching._dry_run.time.forecast import RunLength
+from adaptive_batching._dry_run.time.seconds import UNCORRECTED
 from adaptive_batching._dry_run.times import time_as_object, time_in_words
 from adaptive_batching._dry_run.verdict import Answer, outside_of_allocator
-from adaptive_batching._emulated_device import BuildError, build
-from adaptive_batching._gpus import Gpu, find_gpus, gpu_memory
 from adaptive_batching._report.events import RecordError, read_events
-from adaptive_batching._step_time.forecast import RunLength
-from adaptive_batching._step_time.seconds import UNCORRECTED
 from adaptive_batching._torchtune.cli.levers import Lever, Planned, levers
 from adaptive_batching._torchtune.names import (
     LAUNCHED,

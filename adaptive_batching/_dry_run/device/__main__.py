@@ -1,16 +1,16 @@
-"""Run a command on the emulated device: `python -m adaptive_batching._emulated_device --memory 24GiB tune run ...`."""
+"""Run a command on the emulated device: `python -m adaptive_batching._dry_run.device --memory 24GiB tune run ...`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
-from adaptive_batching._emulated_device import BuildError, EmulatedDevice, parse_capability
+from adaptive_batching._dry_run.device import BuildError, EmulatedDevice, parse_capability
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m adaptive_batching._emulated_device", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m adaptive_batching._dry_run.device", description=__doc__)
     parser.add_argument("--memory", default="80GiB", help="of each card (default: %(default)s)")
     parser.add_argument("--devices", type=int, default=1, help="cards (default: %(default)s)")
     parser.add_argument("--capability", default="8.0", help="compute capability (default: %(default)s)")

@@ -37,7 +37,7 @@ class _After(MetaPathFinder):
 
 
 def _prepare_torch(torch: ModuleType) -> None:
-    from adaptive_batching._emulated_device.values import prepare
+    from adaptive_batching._dry_run.device.values import prepare
 
     prepare()
     _start(os.environ.get("EMULATED_DEVICE_WATCH"))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from adaptive_batching._emulated_device import control
+from adaptive_batching._dry_run.device import control
 
 MOST_ELEMENTS = 2**20
 MOST_BYTES = 2**16  # of a byte each: more are the packed numbers of quantized weights

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from adaptive_batching._step_time.step_work import Operation
+from adaptive_batching._dry_run.time.step_work import Operation
 
 # Of a large table they read what they write, not all of it.
 _SPARSE = {

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adaptive_batching._step_time.seconds import LIMITS, StepSeconds
-from adaptive_batching._step_time.step_work import Operation, StepWork
+from adaptive_batching._dry_run.time.seconds import LIMITS, StepSeconds
+from adaptive_batching._dry_run.time.step_work import Operation, StepWork
 
 ONE_DEVICE, SEVERAL, FOUR_BITS, CONVOLUTIONS, SMALL = (
     "one device", "several devices", "4-bit weights", "convolutions", "limited by the host",

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from adaptive_batching._gpus import Gpu
-from adaptive_batching._step_time.step_work import Operation, StepWork
+from adaptive_batching._dry_run.cards import Gpu
+from adaptive_batching._dry_run.time.step_work import Operation, StepWork
 
 TERA, GIGA, MIB, MICROSECOND = 1e12, 1e9, 2**20, 1e-6
 TURNS = 3  # in which a step is played until one begins as the one before has ended
