@@ -67,7 +67,7 @@ run_stacks = @for stack in $^; do echo "$$stack"; PYTHONPATH=. $${stack%/.*}/bin
 
 # The frameworks themselves, without what needs a GPU, and what of the rest they import
 OF_axolotl := addict art colorama einops evaluate==0.4.1 fastcore fire immutabledict langdetect mistral-common numba \
-	posthog==6.7.11 pydantic==2.12.5 python-dotenv schedulefree==1.4.1 scipy triton typer wandb
+	posthog==6.7.11 pydantic==2.12.5 python-dotenv schedulefree==1.4.1 scipy torchao==0.17.0 triton typer wandb
 OF_llamafactory := 'av<=16.0.0' einops fastapi fire matplotlib modelscope omegaconf pandas protobuf scipy sentencepiece \
 	sse-starlette tiktoken 'tyro<0.9' uvicorn
 OF_swift := addict aiohttp binpacking dacite einops fastapi importlib-metadata json-repair matplotlib modelscope nltk \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -111,6 +111,7 @@ def adopt(
             raise
         log.warning("%s trains without adaptive batching: %s", type(trainer).__name__, first_line(error))
         return trainer
+    trainer._own_train = vars(trainer).pop("train", None)
     trainer.__class__ = adaptive(type(trainer))
     trainer.adaptive = run
     if only_if_possible:
@@ -127,6 +128,8 @@ def _release(trainer: Any) -> None:
     for callback in (trainer._following, trainer._recording):
         trainer.remove_callback(callback)
     trainer.__dict__.pop("loss_is_scaled_for_ga", None)
+    if trainer._own_train is not None:
+        trainer.train = trainer._own_train
     trainer.adaptive = None
 
 
@@ -135,6 +138,9 @@ class AdaptiveTraining:
 
     adaptive: AdaptiveRun | None = None
     """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
+
+    _own_train: Callable[..., Any] | None = None
+    """A ``train`` that the trainer itself had when it was adopted, as unsloth gives it one, around that of its class."""
 
     _following: FollowingCallback
     _recording: Recording
@@ -171,7 +177,7 @@ class AdaptiveTraining:
             adopt(self, arguments)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        stock = super().train  # type: ignore[misc]
+        stock = self._own_train or super().train  # type: ignore[misc]
         if self.adaptive is None:
             return stock(resume_from_checkpoint, *args, **kwargs)
         if self.args.max_steps <= 0 and self.args.num_train_epochs <= 0:  # there is nothing to train, and to find

@@ -55,9 +55,10 @@ class Trained:
 
 
 def make_inputs(folder: Path) -> None:
-    """Write a tiny Llama, a tokenizer of words, and data of instructions, chats and pairs."""
+    """Write a tiny Llama, adapters and a head, which others would draw anew, a tokenizer, and data of three kinds."""
     import torch
     import transformers
+    from peft import LoraConfig, get_peft_model
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -80,7 +81,13 @@ def make_inputs(folder: Path) -> None:
         vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, **sizes,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, adapters).save_pretrained(folder / "adapters")
+    config.num_labels = 1
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
     chance = random.Random(0)
 
     def text(least: int, most: int) -> str:
@@ -90,7 +97,8 @@ def make_inputs(folder: Path) -> None:
     rows = [{"instruction": text(2, 20), "input": "", "output": text(2, 80)} for _ in range(64)]
     chats = [[("user", row["instruction"]), ("assistant", row["output"])] for row in rows]
     lines = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in chats]
-    pairs = [{"system": "", "question": text(2, 20), "chosen": text(2, 50), "rejected": text(2, 50)} for _ in range(64)]
+    asked = [{"system": "", "question": row["instruction"], "input": row["instruction"]} for row in rows]
+    pairs = [{**each, "chosen": text(2, 50), "rejected": text(2, 50)} for each in asked]
     (folder / "data" / "tiny.json").write_text(json.dumps(rows))
     (folder / "data" / "dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "tiny.json"}}))
     (folder / "data" / "tiny.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -98,14 +106,21 @@ def make_inputs(folder: Path) -> None:
 
 
 def axolotl(folder: Path, out: Path, settings: Any, *, of: str = "sft", **more: Any) -> list[str]:
-    """Return the command that trains ``of`` sft or dpo; with ``settings``, its YAML has our plugin and key."""
+    """Return the command that trains ``of`` sft, lora, dpo or reward; with ``settings``, by our plugin and key."""
     data: dict[str, Any] = {"path": str(folder / "data" / "tiny.jsonl"), "ds_type": "json", "type": "chat_template"}
     template: dict[str, Any] = {"chat_template": "tokenizer_default"}
     if of == "dpo":
         data = {**data, "path": str(folder / "data" / "pairs.jsonl"), "type": "chatml.intel", "split": "train"}
         template = {"rl": "dpo"}
+    elif of == "reward":
+        data = {**data, "path": str(folder / "data" / "pairs.jsonl"), "type": "bradley_terry.chat_template"}
+        template |= {"reward_model": True, "num_labels": 1, "model_type": "AutoModelForSequenceClassification"}
+        template["base_model"] = str(folder / "reward")
     else:
         data["field_messages"] = "messages"
+    if of == "lora":
+        template |= {"adapter": "lora", "lora_model_dir": str(folder / "adapters"), "lora_target_linear": True}
+        template |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # which are CUDA's
     config = {
         "base_model": str(folder / "model"), "tokenizer_type": "AutoTokenizer", "datasets": [data], "val_set_size": 0,
         "dataset_prepared_path": str(out / "prepared"), "output_dir": str(out), "sequence_len": 256,
@@ -155,7 +170,7 @@ STACKS = {"axolotl": axolotl, "llamafactory": llamafactory, "swift": swift}
 
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
-    "axolotl": {"SFT": {}, "DPO": {"of": "dpo"}},
+    "axolotl": {"SFT": {}, "DPO": {"of": "dpo"}, "reward": {"of": "reward"}, "LoRA": {"of": "lora"}},
     "llamafactory": {"SFT": {}},
     "swift": {"SFT": {}},
 }
@@ -167,6 +182,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "short": {"settings": {"micro_batch_size": 2}, "most_tokens": 130},
 }
 """Of training with us; the last runs out of memory wherever two longer samples run together."""
+
+MOST_TOKENS = {"dpo": 200, "reward": 600}  # where each sample is two texts, which rewards pad to 256 tokens
 
 
 def _written(out: Path, config: Mapping[str, Any]) -> str:
@@ -190,6 +207,7 @@ def command(
     """
     given = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     if most_tokens is not None:
+        most_tokens = MOST_TOKENS.get(more.get("of", ""), most_tokens)
         paths = [str(ROOT / "tests" / "support" / "short_memory"), str(ROOT)]
         given |= {"SHORT_MEMORY_TOKENS": str(most_tokens), "PYTHONPATH": os.pathsep.join(paths)}
     if settings is not None:

@@ -38,6 +38,21 @@ def test_an_adopted_trainer_trains_as_one_of_an_adaptive_class_and_recovers(tmp_
     assert_alike(adopted, trained(tmp_path))
 
 
+def test_a_train_that_the_trainer_itself_has_runs_inside_of_ours(tmp_path: Path) -> None:
+    """As unsloth wraps that of each trainer which it makes."""
+    trainer, calls = make_trainer(tmp_path), []
+    stock = trainer.train
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        calls.append(trainer.adaptive)
+        return stock(*args, **kwargs)
+
+    trainer.train = train
+    adopt(trainer, THREE).train()
+    assert calls == [trainer.adaptive] and calls[0] is not None
+    assert_alike(trainer, trained(tmp_path))
+
+
 def test_what_cannot_be_adopted_is_named(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     assert adopt(trainer, AdaptiveArguments()) is trainer and type(trainer) is transformers.Trainer
