@@ -12,7 +12,7 @@ from typing import Any
 import adaptive_batching
 from adaptive_batching._values import memory_size
 
-_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "transformers", "datasets", "lm_eval")
+_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "transformers", "datasets")
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES")
 
 

@@ -64,7 +64,6 @@ REPLACED = {
     "torchtune.modules.TransformerDecoder.unembed": "makes logits of those tokens alone that predict a target",
     "torchtune.modules.RotaryPositionalEmbeddings.forward": "looks up the angles of a row once for all layers",
     "torchtune.models.gemma2._attention.Gemma2Attention.forward": "runs on each sample by itself",
-    "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
     # While a row of samples runs in a Trainer, and while it is looked at which models compute it as they do its samples
     "transformers.AttentionInterface._global_mapping": "has attention within samples, under a name",
     "transformers.PretrainedConfig._attn_implementation": "is that name, in all configs of the model",

@@ -8,7 +8,7 @@ from typing import Any
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
 from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint, ThroughClient
-from adaptive_batching._torchtune.stock.loading import load_stock, load_stock_evaluation
+from adaptive_batching._torchtune.stock.loading import load_stock
 from adaptive_batching._torchtune.stock.losses import (
     AcceptsConfigsOfTorchao,
     distillation,
@@ -17,7 +17,6 @@ from adaptive_batching._torchtune.stock.losses import (
 )
 from adaptive_batching._torchtune.stock.many_devices import ManyDevices, start_process_group
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
-from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation, BatchesThatFit
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
 from adaptive_batching._values import ConfigError
 
@@ -67,8 +66,7 @@ _RECIPES: dict[str, tuple[str, str, tuple[type, ...], dict[str, Any]]] = {
 }  # fmt: skip
 """Name of a recipe -> stock's class, its subject, classes before stock's among the bases, and other attributes."""
 
-EVALUATION = "eleuther_eval"
-_COMPUTES_ITS_OWN = ("ppo_full_finetune_single_device", EVALUATION)
+_COMPUTES_ITS_OWN = "ppo_full_finetune_single_device"
 
 
 def recipe(name: str, objective: MakeObjective | None = None) -> Any:
@@ -83,15 +81,10 @@ def recipe(name: str, objective: MakeObjective | None = None) -> Any:
     Raises:
         ConfigError: If there is no such recipe, or it takes no objective.
     """
-    if name not in (*_RECIPES, EVALUATION):
-        raise ConfigError(f"recipe {name!r} is not known here; take one of {', '.join((*_RECIPES, EVALUATION))}")
-    if objective is not None and name in _COMPUTES_ITS_OWN:
+    if name not in _RECIPES:
+        raise ConfigError(f"recipe {name!r} is not known here; take one of {', '.join(_RECIPES)}")
+    if objective is not None and name == _COMPUTES_ITS_OWN:
         raise ConfigError(f"recipe {name!r} takes no objective, as it has no loss to replace; leave objective=None")
-    if name == EVALUATION:
-        stock = load_stock_evaluation()
-        wrapper = type("_LLMEvalWrapper", (BatchesThatFit, stock._LLMEvalWrapper), {"__module__": __name__})
-        attributes = {"__doc__": "Stock's evaluation.", "__module__": __name__, "stock": stock, "wrapper": wrapper}
-        return type("EleutherEvalRecipe", (AdaptiveEvaluation, stock.EleutherEvalRecipe), attributes)
     stock_class, about, mixins, attributes = _RECIPES[name]
     attributes = {"__doc__": f"Stock's {about}.", "__module__": __name__, **attributes}
     if objective is not None:

@@ -22,8 +22,6 @@ from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, met
 Predicted = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them."""
 
-_ANY = 10**15  # tokens that a batch may have as long as it fits
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -50,7 +48,7 @@ class EvaluationInParts:
         self._number_was_asked_for = False
         self._kind: LossKind | None = None  # once it was needed
         self._batcher = AutoBatcher(
-            _ANY, device=trainer.args.device, state=StepState([trainer]),
+            trainer.args.device, state=StepState([trainer]),
             remedy="set eval_accumulation_steps=1, which moves predictions to the host, or shorten it",
         )  # fmt: skip
 

@@ -499,7 +499,6 @@ time.sleep(300)
         ("--memory 24 -- none/torchrun --nproc_per_node 2 x.py --num_processes 40", "none/torchrun cannot be run"),
         ("--memory 24 -- none/python x.py --num_processes 40", "none/python cannot be run"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "give --sequence-length"),
-        ("--memory 24 eleuther_eval --config eleuther_evaluation", "a dry run knows"),
     ],
 )
 def test_a_mistake_ends_in_one_line(arguments: str, words: str, tmp_path: Path) -> None:

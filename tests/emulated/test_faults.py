@@ -26,7 +26,6 @@ from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
 from tests.emulated.test_probe import CONFIGS
-from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.overrides import DOUBLE
 from tests.support.ppo import ppo_run
 
@@ -137,31 +136,6 @@ def test_so_it_is_in_a_model_of_a_billion_parameters(inputs: Path, tmp_path: Pat
         _main("run", "recipes/full_finetune_single_device.py", "--config", str(tmp_path / "config.yaml"))
     assert_survived(each)
     assert len(each.faults) == 200
-
-
-@pytest.mark.slow
-def test_so_it_is_in_an_evaluation(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
-    from recipes.eleuther_eval import EleutherEvalRecipe
-
-    make_harness_inputs(tmp_path, inputs)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(EleutherEvalRecipe.stock._LLMEvalWrapper, "max_gen_toks", 8)
-    monkeypatch.setattr(EleutherEvalRecipe.stock, "TaskManager", task_manager)
-    tasks = {"device": "cuda", "dtype": "bf16", "tasks": ["small_letters", "small_answers"], "limit": 4}
-    cfg = OmegaConf.create({**evaluation_config(tmp_path, inputs), **tasks})
-    recipe = EleutherEvalRecipe(cfg)
-    recipe.setup(cfg)
-    each = EachAllocationFails(sample_of(60), repeats=False)
-    with each.watched(), contextlib.suppress(Finished):
-        while True:
-            each.step(recipe.evaluate, recipe.eleuther_model_wrapper._discard)
-    for fault in each.faults:
-        assert (fault.line.startswith("error: out of memory") and "\n" not in fault.line) or fault.recoveries == 1, (
-            fault
-        )
-    assert sum(not fault.line for fault in each.faults) > 50
 
 
 @pytest.mark.parametrize("after", [0, 10])

@@ -21,13 +21,10 @@ from omegaconf import OmegaConf
 import adaptive_batching.torchtune
 from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.names import config_files
-from adaptive_batching._torchtune.stock.loading import load_stock
 from tests.conftest import ROOT, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small
 from tests.support.environment import OF_THE_RECIPES
-from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text, loops
 from tests.support.records import events, without_sizes
 from tests.support.runs import write_run
@@ -103,10 +100,6 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "pip install '.[torchtune]'": "tests/integration/test_launch.py installs a wheel",
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
     "pip install '.[transformers]'": "tests/transformers needs what it installs",
-    "pip install '.[eval]'": Elsewhere("test_an_evaluation_runs"),
-    f"{RUN} eleuther_eval --config llama3_2/evaluation use_maximum_batch_size=True 'tasks=[hellaswag,gsm8k]'": (
-        Elsewhere("test_an_evaluation_runs")
-    ),
     "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere(REPORTS),
     "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(REPORTS),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
@@ -247,23 +240,6 @@ def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_miss
     missing = finish(in_shell("adaptive-batching ls", tmp_path, venv), status=2)
     assert "is not installed; pip install '.[torchtune]' in" in missing
     assert "Traceback" not in missing
-
-
-@pytest.mark.xdist_group("harness")
-def test_an_evaluation_runs(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
-    make_harness_inputs(tmp_path, inputs)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(load_stock("eleuther_eval"), "TaskManager", task_manager)
-    [command] = [command for command in COMMANDS if " run eleuther_eval " in command]
-    small = {**evaluation_config(tmp_path, inputs), "adaptive_batching": {"max_batch_size": 16}, "limit": 2}
-    OmegaConf.save(OmegaConf.merge(OmegaConf.load(config_files()["llama3_2/evaluation"]), small), "mine.yaml")
-    words = shlex.split(command.replace("llama3_2/evaluation", "mine.yaml"))[1:-1]
-    assert in_this_process(*words, "tasks=[small_letters]") == 0
-    assert "|small_letters|" in caplog.text
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,20 +10,21 @@ from hypothesis import strategies as st
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 
+REMEDY = "shorten them"
+
 
 class Device:
     """A device with room for so many padded tokens; what ran on it."""
 
-    def __init__(self, lengths: list[int], room: int) -> None:
-        self.lengths, self.room = lengths, room
+    def __init__(self, room: int) -> None:
+        self.room = room
         self.ran: list[range] = []
         self.failed: list[int] = []
-        self.released = 0
+        self.rows = AutoBatcher(torch.device("cpu"), remedy=REMEDY)
 
-    def run(self, max_tokens: int, **settings: Any) -> AutoBatcher:
-        rows = AutoBatcher(max_tokens, self.release, **settings)
-        assert rows.run(self.lengths, self.forward) == [f"row {row}" for row in range(len(self.lengths))]
-        return rows
+    def run(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        assert self.rows.run(lengths, self.forward) == [f"row {row}" for row in range(len(lengths))]
 
     def forward(self, part: range) -> list[str]:
         assert len(part) > 0
@@ -36,57 +35,40 @@ class Device:
         self.ran.append(part)
         return [f"row {row}" for row in part]
 
-    def release(self) -> None:
-        self.released += 1
-
 
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60).map(lambda found: sorted(found, reverse=True)),
-    capacity=st.integers(1, 2000),
-    less_room=st.integers(0, 1950),
-    most=st.none() | st.integers(1, 20),
-    has_fitted=st.booleans(),
+    room=st.integers(1, 2000),
 )
-def test_each_row_runs_once_and_in_order(
-    lengths: list[int], capacity: int, less_room: int, most: int | None, has_fitted: bool
-) -> None:
-    device = Device(lengths, max(2000 - less_room, lengths[0]))
-    rows = device.run(capacity, most=most, has_fitted=has_fitted)
+def test_each_row_runs_once_and_in_order(lengths: list[int], room: int) -> None:
+    device = Device(max(room, lengths[0]))
+    device.run(lengths)
     assert [row for part in device.ran for row in part] == list(range(len(lengths)))
-    assert all(len(part) * lengths[part[0]] <= max(capacity, lengths[part[0]]) for part in device.ran)
-    assert all(len(part) <= (most or 60) for part in device.ran)
-    assert rows.limit.num_recoveries == len(device.failed) == device.released
+    assert device.rows.limit.num_recoveries == len(device.failed)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "room", "has_fitted", "failed", "ran"),
-    [
-        ([100] * 4 + [10] * 40, 400, False, [], [4, 40]),  # shorter rows fill the same room
-        ([10] * 32, 80, False, [16], [8] * 4),  # again in two, and the limit is learned
-        ([10] * 32, 140, True, [16, 16], [14, 14, 4]),  # again as it was, and then with an eighth less
-    ],
-)
-def test_parts_after_one_that_ran_out_of_memory(
-    lengths: list[int], room: int, has_fitted: bool, failed: list[int], ran: list[int], caplog: pytest.LogCaptureFixture
+def test_shorter_rows_fill_the_same_room() -> None:
+    device = Device(275)
+    device.run([100] * 4 + [10] * 40)
+    assert device.failed == [44, 22, 11, 5]
+    assert [len(part) for part in device.ran] == [2, 2, 25, 15]
+
+
+def test_a_size_that_has_run_before_runs_again_as_it_was_and_then_with_an_eighth_less(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    device = Device(lengths, room)
-    device.run(lengths[0] * (4 if lengths[0] == 100 else 16), has_fitted=has_fitted)
-    assert device.failed == failed
-    assert [len(part) for part in device.ran] == ran
-    if has_fitted:
-        assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
-        assert "with at most 140 padded tokens per forward (recovery 2)" in caplog.text
+    device = Device(160)
+    device.run([10] * 16)
+    device.room = 140
+    device.run([10] * 16)
+    assert device.failed == [16, 16]
+    assert [len(part) for part in device.ran] == [16, 14, 2]
+    assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
+    assert "with at most 140 padded tokens per forward (recovery 2)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("recovers", "failed", "message"),
-    [
-        (True, [4, 2, 1], "out of memory with 1 row of up to 10 tokens, which cannot be split"),
-        (False, [4], r"out of memory in a forward or backward of 4 rows .*recover_from_oom=True"),
-    ],
-)
-def test_what_does_not_fit_ends_the_run(recovers: bool, failed: list[int], message: str) -> None:
-    device = Device([10] * 4, 9)
-    with pytest.raises(DoesNotFitError, match=message):
-        device.run(40, recovers=recovers)
-    assert device.failed == failed
+def test_a_row_that_does_not_fit_ends_the_run() -> None:
+    device = Device(9)
+    with pytest.raises(DoesNotFitError, match=f"out of memory with 1 row of up to 10 tokens.*cannot.*; {REMEDY}"):
+        device.run([10] * 4)
+    assert device.failed == [4, 2, 1]

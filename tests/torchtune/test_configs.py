@@ -14,7 +14,7 @@ from torchtune.config import instantiate
 from torchtune.config._utils import _get_component_from_path
 
 from adaptive_batching._torchtune.stock.on_paper import make_on_paper
-from adaptive_batching._torchtune.train.settings import FIELDS, read_evaluation, read_settings
+from adaptive_batching._torchtune.train.settings import FIELDS, read_settings
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ROOT
 from tests.support.planned_batches import ADAPTIVE, request_of
@@ -55,13 +55,12 @@ def test_stock_takes_our_config(path: Path) -> None:
 def test_every_stock_config_of_a_recipe_works_with_ours(recipe: str) -> None:
     [stock] = [r for r in _recipe_registry.get_all_recipes() if r.name == recipe]
     assert stock.configs
-    read = read_evaluation if recipe == "eleuther_eval" else read_settings
     for config in stock.configs:
         cfg = OmegaConf.load(STOCK_CONFIGS / config.file_path)
-        assert not read(cfg).enabled, config.name
+        assert not read_settings(cfg).enabled, config.name
         cfg.use_maximum_batch_size = True
         cfg.adaptive_batching = {"memory_limit": "40GiB", "max_batch_size": 1024}
-        assert read(cfg).enabled, config.name
+        assert read_settings(cfg).enabled, config.name
 
 
 def test_a_recipe_that_torchtune_does_not_ship_is_named() -> None:

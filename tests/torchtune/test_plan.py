@@ -114,7 +114,6 @@ PPO = "ppo_full_finetune_single_device"
     [
         (["--config", "mistral/7B_full_ppo_low_memory"], PPO),
         ([PPO, "--config", CONFIG], PPO),
-        (["--config", "llama3_2/evaluation"], "eleuther_eval"),
     ],
 )
 def test_what_is_not_covered_is_named(plan: Any, arguments: list[str], recipe: str) -> None:

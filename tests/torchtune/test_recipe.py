@@ -53,7 +53,10 @@ def test_a_recipe_by_name_is_stocks_with_another_objective_if_there_is_one() -> 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("full_finetune_everywhere", "is not known here; take one of full_"), ("eleuther_eval", "takes no objective")],
+    [
+        ("full_finetune_everywhere", "is not known here; take one of full_"),
+        ("ppo_full_finetune_single_device", "takes no objective"),
+    ],
 )
 def test_a_recipe_that_is_not_there_or_computes_nothing_of_the_kind_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"recipe '{name}' {message}"):

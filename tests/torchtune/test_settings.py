@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._torchtune.train.growing import what_keeps_global_batch
-from adaptive_batching._torchtune.train.settings import read_evaluation, read_settings, read_validation
+from adaptive_batching._torchtune.train.settings import read_settings, read_validation
 from adaptive_batching._values import ByLength, ConfigError
 from tests.conftest import QUICKSTART
 
@@ -21,27 +21,6 @@ def config(*overrides: str) -> DictConfig:
     cfg = OmegaConf.merge(OmegaConf.load(CONFIG), OmegaConf.from_dotlist(OFF), OmegaConf.from_dotlist(list(overrides)))
     assert isinstance(cfg, DictConfig)
     return cfg
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("save_every_step=5", "save_every_step is unknown; did you mean 'save_every_n_steps'"),
-        ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4; raise"),
-        ("batch_size=0", "batch_size=0 must be a whole number"),
-        ("batch_increase_function=a.b", "batch_increase_function='a.b' is for training"),
-        ("micro_batch_size=2", "micro_batch_size=2 is for training"),
-        ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
-        ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
-    ],
-)
-def test_a_mistake_in_the_config_of_an_evaluation_is_refused_with_key_value_and_remedy(
-    override: str, message: str
-) -> None:
-    """Those in a config for training are in tests/integration/test_mistakes.py."""
-    with pytest.raises(ConfigError, match=message) as error:
-        read_evaluation(config(override))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
@@ -83,12 +62,3 @@ def test_a_name_of_ours_that_the_config_uses_itself_is_left_alone() -> None:
         read_settings(cfg)
     del cfg["search"]
     assert not read_settings(cfg).enabled
-
-
-def test_what_does_nothing_in_an_evaluation_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    evaluation = ["use_maximum_batch_size=True", "batch_increase_function._component_=null"]
-    used = ["adaptive_batching.memory_limit=2GiB", "adaptive_batching.recover_from_oom=False", "batch_size=auto"]
-    assert read_evaluation(config(*evaluation, *used)).enabled
-    assert not caplog.text
-    read_evaluation(config(*evaluation, "adaptive_batching.sequence_length=64"))
-    assert "adaptive_batching.sequence_length=64 does nothing in an evaluation" in caplog.text

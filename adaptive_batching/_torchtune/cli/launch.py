@@ -29,16 +29,11 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
 from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
-from adaptive_batching._torchtune.recipe_classes import EVALUATION, recipe
+from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.stock import compiling
-from adaptive_batching._torchtune.train.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
-from adaptive_batching._torchtune.train.settings import (
-    read_evaluation,
-    read_settings,
-    read_validation,
-)
+from adaptive_batching._torchtune.train.settings import read_settings, read_validation
 from adaptive_batching._torchtune.train.stock_keys import (
     check_components,
     check_keys,
@@ -60,12 +55,11 @@ _BEFORE_TRAINING = (
     ". What takes less: dtype=bf16, LoRA or QLoRA, a smaller model; 'adaptive-batching plan', with the config and "
     "overrides of this run, says what fits",
 )
-_LEAVE_MORE = ". Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
 _IN_TRAINING = (
     "outside a forward or backward, where nothing can run again",
-    f"; checkpoints saved before are intact{_LEAVE_MORE}",
+    "; checkpoints saved before are intact. Leave more memory: raise adaptive_batching.headroom, or set a smaller "
+    "batch_size",
 )
-_IN_EVALUATION = "outside a batch, where nothing can run again", _LEAVE_MORE
 # Seconds that a rank waits before it tells its mistake, for the rank that has more to say.
 _FIRST_RANK_TELLS, _OTHERS_KNOW_WHY = 5.0, 15.0
 _RANK = int(os.environ.get("RANK", 0))
@@ -129,12 +123,12 @@ def _what_cannot_be_read() -> str:
 
 
 def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
-    """Set a recipe up and train it, or evaluate if that is what it does, as the ``recipe_main`` of a stock recipe.
+    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe.
 
     A mistake ends in one line that names key, value and remedy, after the frames of the user's own code if it raised.
 
     Args:
-        recipe_class: The recipe. Its ``prepare``, if it trains, is called with the config before it is made.
+        recipe_class: The recipe. Its ``prepare`` is called with the config before it is made.
         cfg: Its config.
 
     Raises:
@@ -146,10 +140,18 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
 def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
     _log_for_people(flags)
     with compiling.limits_restored(), told():
-        if issubclass(recipe_class, AdaptiveEvaluation):
-            _evaluate(recipe_class, cfg, flags)
-        else:
-            _train(recipe_class, cfg, flags)
+        with mistakes_in_one_line(*_BEFORE_TRAINING):
+            if ONLY_PROBES in flags and cfg.get("micro_batch_size") not in ("auto", "explore"):  # which ask for a probe
+                cfg.use_maximum_batch_size = True
+            _check_device(cfg)
+            _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
+            recipe_class.prepare(cfg)
+            recipe = _set_up(recipe_class, cfg, flags)
+        with mistakes_in_one_line(*_IN_TRAINING):
+            if ONLY_PROBES not in flags:
+                recipe.train()
+            recipe.ranks.leave()
+            recipe.cleanup()
 
 
 def _check_device(cfg: DictConfig) -> None:
@@ -163,34 +165,6 @@ def _check_device(cfg: DictConfig) -> None:
         )
 
 
-def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
-    with mistakes_in_one_line(*_BEFORE_TRAINING):
-        _check_device(cfg)
-        if ONLY_PROBES in flags:
-            raise ConfigError("probe finds the batch size of a training run, but this recipe evaluates; use 'run'")
-        check_kinds(cfg)
-        check_components(cfg)
-        read_evaluation(cfg, warns=False)
-        recipe = _set_up(recipe_class, cfg, flags)
-    with mistakes_in_one_line(*_IN_EVALUATION):
-        recipe.evaluate()
-
-
-def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
-    with mistakes_in_one_line(*_BEFORE_TRAINING):
-        if ONLY_PROBES in flags and cfg.get("micro_batch_size") not in ("auto", "explore"):  # which ask for a probe
-            cfg.use_maximum_batch_size = True
-        _check_device(cfg)
-        _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
-        recipe_class.prepare(cfg)
-        recipe = _set_up(recipe_class, cfg, flags)
-    with mistakes_in_one_line(*_IN_TRAINING):
-        if ONLY_PROBES not in flags:
-            recipe.train()
-        recipe.ranks.leave()
-        recipe.cleanup()
-
-
 def check_settings(cfg: DictConfig, name: str | None) -> None:
     """Refuse what the settings of a config ask for in vain, as its recipe does before it loads anything.
 
@@ -201,11 +175,6 @@ def check_settings(cfg: DictConfig, name: str | None) -> None:
     Raises:
         AdaptiveBatchingError: On the first mistake.
     """
-    if name == EVALUATION:
-        check_kinds(cfg)
-        check_components(cfg)
-        read_evaluation(cfg, warns=False)
-        return
     if name is not None:
         check_keys(cfg, name)
         read_settings(cfg, warns=False, is_distributed=name.endswith("_distributed"))

@@ -240,8 +240,6 @@ def _recipe_of(config: str, path: Path, cfg: DictConfig) -> str:
             return str(name)
     if (other := recipe_of(config, path)) is not None:
         return other
-    if "tasks" in cfg:
-        return "eleuther_eval"
     if "model" not in cfg:
         raise ConfigError(f"{config} has no model; is it a config of a recipe?")
     adapters = "lora_attn_modules" in cfg.model

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,11 +14,6 @@ from typing import Any
 import torchtune
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
-
-from adaptive_batching._values import Mistake, install_extra, told
-
-_OLDEST_HARNESS = (0, 4, 8)
-"""Version of lm_eval from which on the harness runs the windows of all texts together."""
 
 
 def load_stock(name: str) -> ModuleType:
@@ -70,31 +63,3 @@ def replaced_in(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
 
 replaced_in_torchtune = partial(replaced_in, training)
 """Replaces functions of ``torchtune.training`` as the stock recipes see them."""
-
-
-@told()  # as a recipe is loaded before anything else would
-def load_stock_evaluation() -> ModuleType:
-    """Load stock's recipe for evaluation, which needs EleutherAI's harness.
-
-    Raises:
-        Mistake: If the harness is missing, or too old, or does not go with what is installed.
-    """
-    remedy = install_extra("eval")
-    try:
-        installed = importlib.metadata.version("lm-eval")
-        if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST_HARNESS:
-            oldest = ".".join(map(str, _OLDEST_HARNESS))
-            raise Mistake(
-                f"error: eleuther_eval needs lm_eval {oldest} or later, but {installed} is installed; {remedy}"
-            )
-        return load_stock("eleuther_eval")
-    except importlib.metadata.PackageNotFoundError:
-        raise Mistake(f"error: eleuther_eval needs lm_eval, which is not installed; {remedy}") from None
-    except (ImportError, AttributeError) as error:  # a package that it needs, or a name that this one has lost
-        raise Mistake(f"error: lm_eval {installed} cannot be imported ({error}); {remedy}") from error
-
-
-def any_version_of_the_harness() -> contextlib.AbstractContextManager[None]:
-    """Have stock's check pass, which compares versions as text: by that, 0.4.10 comes before 0.4.5."""
-    version = importlib.metadata.version
-    return replaced_in(importlib.metadata, version=lambda name: "0.4.5" if name == "lm-eval" else version(name))

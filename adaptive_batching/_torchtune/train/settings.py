@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _OF_GROWTH = ["increase_every", "grow_during_warmup", "grow_beyond_memory"]
 _OF_ANY = ["lr_scaling", "noise_scale_every", "keep_global_batch"]
-_OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
 FIELDS = (*TOP_LEVEL, "adaptive_batching")
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
 
@@ -77,20 +76,6 @@ def read_settings(cfg: DictConfig, *, warns: bool = True, is_distributed: bool |
         )
     if warns:
         _warn_of_what_does_nothing(settings)
-    return settings
-
-
-def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
-    """Read and validate what the config of an evaluation says about adaptive batching."""
-    for key in (*FIELDS[1:-1], *VALIDATION):
-        value = _plain(cfg, key)
-        if value not in (None, {"_component_": None}):
-            raise ConfigError(f"{key}={value!r} is for training, and cannot be used in an evaluation; set {key}=null")
-    sized = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
-    settings, default = read_settings(sized, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
-    for key in SECTION if warns else ():
-        if key not in _OF_EVALUATION and getattr(settings, key) != getattr(default, key):
-            log.warning("adaptive_batching.%s=%s does nothing in an evaluation", key, getattr(settings, key))
     return settings
 
 
