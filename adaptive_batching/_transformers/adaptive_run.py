@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._device import RandomState
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import AskedOnce, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
@@ -34,7 +33,6 @@ from adaptive_batching._report.summary import lines_of_probe, named, table_of_pl
 from adaptive_batching._snapshot import draws_put_back
 from adaptive_batching._step.row_size import first_row
 from adaptive_batching._step.split import FORWARD_COST
-from adaptive_batching._transformers.before_training import begin_to_train
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
@@ -62,8 +60,7 @@ class Known:
     """What was found before: by this trainer, or by the run that is resumed."""
 
     stored: StoredProbe | None = None
-    stays: bool = False  # it is to be trained with, although more might fit by now
-    goes_on: bool = False  # it comes from a checkpoint, and training has not yet gone on
+    is_resumed: bool = False  # it comes from a checkpoint, from which training has not yet gone on
     checkpoint: str = ""
     devices: int | None = None  # of the run that is resumed
     global_batch_size: int | None = None  # samples of its last step
@@ -95,9 +92,6 @@ class AdaptiveRun:
         self.waited = 0.0
         """Seconds that this run has spent on the probe."""
 
-        self.only_finds = False
-        """True while ``train`` runs to find what it would train with."""
-
         self.begins = False
         """True from the call of ``train`` until its loader is there."""
 
@@ -112,7 +106,6 @@ class AdaptiveRun:
         self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
         self._asked = AskedOnce()
         self._known = Known()
-        self._prepared_for: list[Any] = []
 
     @property
     def probe(self) -> ProbeResult | None:
@@ -154,29 +147,6 @@ class AdaptiveRun:
         args = self._trainer.args
         return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
-    def find(self) -> AdaptiveRun:
-        """Find what fits, and the plan, as ``train`` does first, which then does not look for it again; return self.
-
-        Printed, it tells both. Weights, random state, and the order of data stay as they are. With DDP, all processes
-        call it. When training has begun, there is nothing left to find, until model, data or settings change.
-
-        Raises:
-            ConfigError: If the model is to be sharded, or on what training would raise it.
-            DoesNotFitError: If not even a short sample fits.
-        """
-        is_new = self.schedule is None or self._prepared_for != self._what_to_prepare_for()
-        if is_new and not self._trainer.is_in_train:
-            self.only_finds = True
-            try:
-                begin_to_train(self._trainer)
-            except BaseException:
-                self.schedule = None
-                raise
-            finally:
-                self.only_finds = False
-            self._known = dataclasses.replace(self._known, stays=True)
-        return self
-
     def planned(self, rate: Callable[[int], float] | None = None, after: int = 0) -> list[PlannedEpoch]:
         """Return what is left of each epoch after ``after`` steps of the run; see ``EpochSchedule.planned``."""
         assert self.schedule is not None and self.data is not None
@@ -188,7 +158,7 @@ class AdaptiveRun:
     def __str__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.given.items())
         if self.schedule is None:
-            return f"{told}; what fits, and the plan, are found by find(), or when training begins"
+            return f"{told}; what fits, and the plan, are found when training begins"
         assert self.sizes is not None
         lines = [("maximum batch size", f"{self.sizes.maximum} ({self.sizes.reason})")]
         if self.probe is not None:
@@ -217,13 +187,13 @@ class AdaptiveRun:
             values = json.loads(path.read_text())
             known = Known(
                 None if values["found"] is None else StoredProbe.from_dict(values["found"]),
-                stays=True, goes_on=True, checkpoint=str(checkpoint), devices=int(values["devices"]),
+                is_resumed=True, checkpoint=str(checkpoint), devices=int(values["devices"]),
                 global_batch_size=values.get("global_batch_size"),
                 longest_pair=_tuple_of(values.get("longest_pair"), 2), cut_short=_tuple_of(values.get("cut_short"), 3),
             )  # fmt: skip
             return known, values.get("sizes", [])
 
-        unread = Known(stays=True, goes_on=True, checkpoint=str(checkpoint))
+        unread = Known(is_resumed=True, checkpoint=str(checkpoint))
         read_back = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
         self._known, sizes = read_back or (unread, [])
         self._asked.note(sizes)
@@ -305,8 +275,13 @@ class AdaptiveRun:
             ConfigError: If the loader, the data or the model cannot be trained this way.
             DoesNotFitError: If not even a short sample fits.
         """
-        with draws_put_back(self._trainer.data_collator, self._trainer.model):
-            self._prepare(loader)
+        trainer = self._trainer
+        of_accelerate = trainer.accelerator._dataloaders
+        with unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator, trainer.model):
+            try:
+                self._prepare(loader)
+            finally:
+                trainer.accelerator._dataloaders = of_accelerate  # a probe has made it forget them
 
     def _prepare(self, loader: Any) -> None:
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
@@ -319,7 +294,6 @@ class AdaptiveRun:
         )
         self.data = data
         self._known = dataclasses.replace(self._known, longest_pair=None)  # other data may come
-        of_accelerate = trainer.accelerator._dataloaders
         configured, accumulated = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
         is_bound = data.has_length or not settings.use_maximum_batch_size  # by the samples of a run of max_steps
         samples = -(-data.num_samples // args.world_size) if is_bound else _ENDLESS
@@ -342,7 +316,7 @@ class AdaptiveRun:
 
         (name, increase), asked = self._increase, self._asked
         increase = increase and asked.function(increase)
-        self._asked = asked if self.only_finds else AskedOnce()  # answers last for one run
+        self._asked = AskedOnce()  # answers last for one run
         decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples, self.ranks.on_first)
         length = Length(args.num_train_epochs if data.has_length else 1, args.max_steps)
         data.set_batch_size(sizes.batch_size)  # of which max_steps makes the samples of a stream
@@ -352,13 +326,11 @@ class AdaptiveRun:
             cost = self._find(forwards.request, data, step).forward_cost
             step.max_tokens = self.max_tokens
             step.forward_cost = FORWARD_COST if cost is None else cost
-        self._prepared_for = self._what_to_prepare_for()
         if self.probe is not None:
             step.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None:
             step.size = Fixed(self._in_forward)
             step.check_that_parts_add_up()
-        trainer.accelerator._dataloaders = of_accelerate  # a probe has made it forget them
         self.start_epoch(0)
 
     def _check_that_ranks_have_the_same_settings(self) -> None:
@@ -380,7 +352,6 @@ class AdaptiveRun:
         try:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
-            random_state = RandomState(trainer.args.device)  # from which a collate function may draw
             with alone(trainer):
                 check_batch_samples(trainer, [collated([sample], trainer.data_collator) for sample in data.some[:2]])
             kind, module, samples = self._find_loss_kind(data, splits=splits)
@@ -398,7 +369,6 @@ class AdaptiveRun:
                     "images, and does not go with neftune_noise_alpha; set it to 'random'"
                 )
             step.get_ready(samples)
-            random_state.put_back()
             if splits:
                 step.check_that_parts_add_up()
             return step
@@ -473,7 +443,7 @@ class AdaptiveRun:
         trainer, settings, ranks, known = self._trainer, self.settings, self.ranks, self._known
         meter = memory_meter(trainer.args.device)
         # To go on, all lengths are not read again: with other data, check_place refuses.
-        of_checkpoint = known.stored if known.goes_on else None
+        of_checkpoint = known.stored if known.is_resumed else None
         tokens = of_checkpoint.tokens if of_checkpoint else data.extremes.tokens
         known_samples = data.num_samples if data.has_length else None  # max_steps may be another when the run goes on
         facts: dict[str, Any] = {"samples": known_samples, "longest": tokens, "include": request.include}
@@ -482,7 +452,7 @@ class AdaptiveRun:
         available = int(ranks.smallest(memory_budget(settings, meter)))
         source = f"the probe of {known.checkpoint}" if of_checkpoint else "this trainer's probe"
         stored = ranks.on_first(
-            lambda: taken_again(known.stored, now, request.upper, available, stays=known.stays, source=source)
+            lambda: taken_again(known.stored, now, request.upper, available, stays=known.is_resumed, source=source)
         )
         if stored is None:
             start, cost = time.perf_counter(), None
@@ -500,13 +470,8 @@ class AdaptiveRun:
                 cost = round(most * tokens) if is_known else None
             now = dataclasses.replace(now, run={**now.run, "longest": tokens})
             stored = StoredProbe(result, now, request.upper, tokens, cost)
-        self._known = dataclasses.replace(known, stored=stored, stays=False, goes_on=False)
+        self._known = dataclasses.replace(known, stored=stored, is_resumed=False)
         return stored
-
-    def _what_to_prepare_for(self) -> list[Any]:
-        """Return what a run depends on, to compare; the model as a reference, which does not keep it alive."""
-        trainer = self._trainer
-        return [weakref.ref(trainer.model), id(trainer.train_dataset), trainer.args.to_dict(), self.settings]
 
 
 def _tuple_of(values: Any, length: int) -> Any:

@@ -6,6 +6,7 @@ with, the first event of its callbacks. Once 5.3 is the oldest version, this fil
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer
@@ -94,11 +95,16 @@ def _in_steps(of_samples: Any, of_batches: Any, trainer: Any) -> Any:
     """Return a loader like ``of_samples`` whose length is that of the epoch that begins, in whole steps."""
 
     def length(loader: Any) -> int:
+        if trainer.adaptive is None:  # it could not be
+            return len(of_batches)
         steps: int = trainer.adaptive.schedule.steps[trainer._following.epoch + 1]
         return steps * int(trainer.args.gradient_accumulation_steps)
 
+    def iterate(loader: Any) -> Iterator[Any]:
+        return iter(of_batches) if trainer.adaptive is None else kind.__iter__(loader)
+
     kind = type(of_samples)
-    made: Any = object.__new__(type(kind.__name__, (kind,), {"__len__": length}))
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"__len__": length, "__iter__": iterate}))
     vars(made).update(vars(of_samples), of_batches=of_batches)
     return made
 

@@ -77,8 +77,16 @@ class Recording(TrainerCallback):
                 finally:
                     self.tell()
         finally:
-            self.report = None
-        report.finish()
+            is_dropped, self.report = self.report is None, None
+        if not is_dropped:
+            report.finish()
+
+    def drop(self) -> None:
+        """Record nothing of the training that has begun, and leave no folder of it."""
+        if self.report is not None:
+            with contextlib.suppress(OSError):  # there was one before
+                self.report.directory.rmdir()
+        self.report = None
 
     def ran(self, inputs: StepInputs, loss: torch.Tensor) -> None:
         """Take note of a step whose forwards and backwards are over, and of its loss on this device."""

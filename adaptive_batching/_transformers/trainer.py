@@ -17,7 +17,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from adaptive_batching._transformers import one_loop
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set, in_trainers_words
-from adaptive_batching._transformers.before_training import BeforeTraining
 from adaptive_batching._transformers.handed_out import (
     Samples,
     StepInputs,
@@ -127,6 +126,7 @@ def _release(trainer: Any) -> None:
     """Have a trainer train as it did before it was adopted."""
     for callback in (trainer._following, trainer._recording):
         trainer.remove_callback(callback)
+    trainer._recording.drop()
     trainer.__dict__.pop("loss_is_scaled_for_ga", None)
     if trainer._own_train is not None:
         trainer.train = trainer._own_train
@@ -184,30 +184,11 @@ class AdaptiveTraining:
             self.adaptive.schedule = None
             return stock(resume_from_checkpoint, *args, **kwargs)
         self.adaptive.begins = True
-        if self.adaptive.only_finds:
-            return stock(resume_from_checkpoint, *args, **kwargs)
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
             self.adaptive.resume_from(Path(last))
-        if self._only_if_possible and (why := self._why_not()) is not None:
-            log.warning("%s trains without adaptive batching: %s", type(self).__name__, why)
-            _release(self)
-            return stock(resume_from_checkpoint, *args, **kwargs)
         with self._recording.of_training(resumed=bool(last)), in_trainers_words():
             return stock(resume_from_checkpoint, *args, **kwargs)
-
-    def _why_not(self) -> str | None:
-        """Say why training cannot be adaptive; None if it can, as far as is seen before the first step."""
-        assert self.adaptive is not None
-        if self.is_fsdp_enabled:  # which would stay sharded
-            return None
-        try:
-            self.adaptive.find()
-        except AdaptiveBatchingError as error:
-            return first_line(error)
-        finally:
-            self.adaptive.begins = True
-        return None
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """Find what there is to find before training, and lay out the run for the sizes of its epochs.
@@ -217,9 +198,14 @@ class AdaptiveTraining:
         """
         if self.adaptive is not None and self.adaptive.begins:
             self.adaptive.begins = False
-            self.adaptive.prepare(dataloader)
-            if self.adaptive.only_finds:
-                raise BeforeTraining
+            try:
+                with in_trainers_words():
+                    self.adaptive.prepare(dataloader)
+            except AdaptiveBatchingError as error:
+                if not self._only_if_possible or self.is_fsdp_enabled:  # which has left the model sharded
+                    raise
+                log.warning("%s trains without adaptive batching: %s", type(self).__name__, first_line(error))
+                _release(self)
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         if self.adaptive is None or (schedule := self.adaptive.schedule) is None:
             return values

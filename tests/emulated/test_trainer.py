@@ -146,9 +146,7 @@ def test_an_evaluation_with_more_than_fits_meets_that_once_and_takes_no_more_tha
     trainer = make_trainer(
         tmp_path, AUTO, model=model, data=data, eval_dataset=data, per_device_eval_batch_size=256, **ON_DEVICE
     )
-    found = trainer.adaptive.find()
     held = torch.cuda.memory_allocated()
-    assert found.find() is found and found.max_tokens > 512, "of what fits"
     trainer.evaluate()
     met = trainer.adaptive.evaluation.num_recoveries
     assert 1 <= met <= 8

@@ -46,8 +46,7 @@ def test_the_longest_input_with_the_longest_target_is_probed_and_no_part_has_mor
     auto = AdaptiveArguments(micro_batch_size="auto")
     ours = make_trainer(tmp_path / "ours", auto, model=trainers.make_t5(), **made)
     shapes = Shapes(ours.model)
-    ours.adaptive.find()
-    assert ours.adaptive.longest == 70
+    assert trainers.prepared(ours).longest == 70
     assert any(shape[1:] == (40, 30) for shape in shapes.seen)
     trainers.without_probe(ours, 3 * 70)
     shapes.seen.clear()

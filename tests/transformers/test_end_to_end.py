@@ -98,7 +98,7 @@ def test_what_is_carried_over_is_found_in_bfloat16_where_rounding_is_larger_and_
 def test_noise_that_is_scaled_by_the_length_of_a_row_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger=WHY)
     noisy = make_trainer(tmp_path, auto(), data=trainers.make_data(6, 20), neftune_noise_alpha=5.0)
-    assert not noisy.adaptive.find().step.in_rows
+    assert not trainers.prepared(noisy).step.in_rows
     assert "padding, in forwards of similar length: neftune_noise_alpha scales noise" in caplog.text
 
 

@@ -89,6 +89,5 @@ def test_a_probe_takes_the_sample_with_most_of_images(tmp_path: Path) -> None:
         tmp_path, settings, model=model, data=data[:30], collator=collate, remove_unused_columns=False,
         per_device_train_batch_size=2,
     )  # fmt: skip
-    trainer.adaptive.find()
-    assert trainer.adaptive.probe.batch_size == 4
+    assert trainers.prepared(trainer).probe.batch_size == 4
     assert max(seen, key=lambda each: each[1]) == (4, 3 * len(data[29]["pixel_values"]) + len(data[0]["pixel_values"]))

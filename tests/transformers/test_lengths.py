@@ -36,7 +36,7 @@ class Counting(list[Features]):
 @pytest.mark.parametrize("make", [trainers.make_llama, trainers.make_t5])
 def test_before_training_no_row_is_read_twice(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = Counting(trainers.make_data(80))
-    make_trainer(tmp_path, auto(), model=make(), data=data).adaptive.find()
+    trainers.prepared(make_trainer(tmp_path, auto(), model=make(), data=data))
     assert max(data.read.values()) == 1
     assert "to find the longest" not in caplog.text
 
@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_does_not_search_again(tmp_path: Path) -> None:
 def test_a_long_search_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours = make_trainer(tmp_path, auto(), data=Counting(trainers.make_data(40), 1.1))
     with caplog.at_level(logging.WARNING, "adaptive_batching"):
-        ours.adaptive.find()
+        trainers.prepared(ours)
     [line] = [record.getMessage() for record in caplog.records if "to find the longest" in record.getMessage()]
     assert "all 40 samples are read" in line and "a column 'length'" in line
 
@@ -74,8 +74,7 @@ def test_a_column_of_lengths_is_used_if_it_is_right(off: int, reads_all: bool, t
 
     data.set_transform(reading)
     ours = make_trainer(tmp_path, auto(), data=data, remove_unused_columns=False)
-    ours.adaptive.find()
-    assert ours.adaptive.longest == 24
+    assert trainers.prepared(ours).longest == 24
     assert (sum(read) >= 80) == reads_all
 
 

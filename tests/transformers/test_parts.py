@@ -151,7 +151,7 @@ def test_tokens_of_multiple_choice_are_those_of_all_choices(tmp_path: Path) -> N
     made: dict[str, Any] = dict(collator=collate, data=data, num_train_epochs=1)
     stock = trained(tmp_path / "stock", model=model(), **made)
     ours = make_trainer(tmp_path / "ours", auto(), model=model(), **made)
-    assert ours.adaptive.find().longest == 3 * max(map(len, texts))
+    assert trainers.prepared(ours).longest == 3 * max(map(len, texts))
     watched = OutOfMemory(ours.model, 10**9)
     without_probe(ours, 150).train()
     assert_alike(ours, stock)

@@ -130,7 +130,7 @@ def test_an_error_that_ends_a_run_is_in_its_record(where: str, tmp_path: Path, m
 
 def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto", padding=True))
-    told_first = "what fits, and the plan, are found by find(), or when training begins"
+    told_first = "what fits, and the plan, are found when training begins"
     assert str(trainer.adaptive) == f"micro_batch_size=auto, padding=True; {told_first}"
     told: list[str] = []
 

@@ -284,4 +284,4 @@ class Reads(torch.nn.Module):
 def test_a_model_that_leaves_torch_for_numpy_is_probed(*, fits: bool, tmp_path: Path) -> None:
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=Reads(99 if fits else 20))
     with contextlib.nullcontext() if fits else pytest.raises(DoesNotFitError):
-        ours.adaptive.find()
+        trainers.prepared(ours)

@@ -172,4 +172,4 @@ def test_two_means_are_found_where_whole_batches_are_accumulated(tmp_path: Path)
     whole = AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=8)
     trainer = strangers.OF_TRL["ORPO"].make(tmp_path, whole, gradient_accumulation_steps=2)
     with pytest.raises(ConfigError, match=strangers.TWO_MEANS):
-        trainer.adaptive.find()
+        trainer.train()

@@ -186,7 +186,7 @@ def test_the_longest_of_a_stream_is_that_of_its_first_samples_and_it_is_said_so(
 ) -> None:
     caplog.set_level("INFO", logger=STREAMED)
     trainer = make_trainer(tmp_path, AUTO, data=Stream(1100), **SETTINGS)
-    trainer.adaptive.find()
+    trainers.prepared(trainer)
     longest = max(len(sample["input_ids"]) for sample in [*Stream(1100)][:1000])
     assert trainer.adaptive.longest == longest
     assert f"the longest of its first 1000 samples has {longest} tokens" in caplog.text
@@ -197,7 +197,7 @@ def test_a_length_that_the_arguments_allow_is_the_longest(tmp_path: Path, caplog
     trainer = make_trainer(tmp_path, AUTO, data=Stream(), **SETTINGS)
     trainer.args.max_length = 48
     watched = OutOfMemory(trainer.model, 10**9)
-    trainer.adaptive.find()
+    trainers.prepared(trainer)
     assert trainer.adaptive.longest == 48 and max(shape[1] for shape in watched.forwards) % 48 == 0
     assert "samples of train_dataset are taken to have up to 48 tokens (max_length)" in caplog.text
     assert_alike(*(trained(tmp_path, ours) for ours in (AUTO, None)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import random
@@ -189,6 +190,24 @@ TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", 
          "train_tokens_per_second", "tokens_per_second_per_device")  # fmt: skip
 OURS = {"oom_retries", "batch_size", "global_batch_size", "padding"}
 """What we add to the logs, but for times."""
+
+
+class _Over(Exception):
+    pass
+
+
+class _EndsBeforeItsFirstStep(transformers.TrainerCallback):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise _Over
+
+
+def prepared(trainer: Any) -> Any:
+    """Have a trainer find what it finds before its first step, which it does not take; return ``trainer.adaptive``."""
+    trainer.add_callback(_EndsBeforeItsFirstStep)
+    with contextlib.suppress(_Over):
+        trainer.train()
+    trainer.remove_callback(_EndsBeforeItsFirstStep)
+    return trainer.adaptive
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ OURS = {
     "off": AdaptiveArguments(),
     "parts": AdaptiveArguments(micro_batch_size=3),
     "short": AdaptiveArguments(micro_batch_size=8),
-    **dict.fromkeys(("probed", "rows", "auto", "found", "shared"), AdaptiveArguments(micro_batch_size="auto")),
+    **dict.fromkeys(("probed", "rows", "auto", "shared"), AdaptiveArguments(micro_batch_size="auto")),
     "drawn": AdaptiveArguments(micro_batch_size="auto", balance_ranks=False),
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, search="binary_search"),
     "growing": AdaptiveArguments(batch_increase_function=trainers.DOUBLE, micro_batch_size=6, max_batch_size=32),
@@ -239,8 +239,6 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         watched = trainers.OutOfMemory(trainer.model, 10**9)
         if ours in ("short", "maximum", "rows"):
             ShortOnOneRank(trainer.model, 130 if model in OF_TRL else 60)
-        if ours == "found":
-            trainer.adaptive.find()
         if model == "late":
             trainer.add_callback(ShortLater(trainer.model))
         how = failing_once(trainer, PLACES[ours]) if ours in PLACES else contextlib.nullcontext()
@@ -302,7 +300,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 DDP = [
-    "parts llama", "short llama", "probed llama", "found llama", "rows llama", "evaluated llama",
+    "parts llama", "short llama", "probed llama", "rows llama", "evaluated llama",
     "shared late", "shared labelled", "shared rebalanced", "asked llama", "short compiled",
     *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
     "stock bert", "short stream", "shared stream", "refused stream",

@@ -1,4 +1,4 @@
-"""``trainer.adaptive.find()`` tells what fits, and the plan, before training."""
+"""What a trainer does before its first step leaves no trace in what it trains."""
 
 from __future__ import annotations
 
@@ -9,95 +9,45 @@ import pytest
 import torch
 import transformers
 
-from adaptive_batching import ConfigError, DoesNotFitError
-from adaptive_batching._device import RandomState
-from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import trainers
-from tests.transformers.trainers import OutOfMemory, assert_same, make_trainer, weights
+from tests.transformers.trainers import assert_same, make_trainer
 
 CPU = torch.device("cpu")
 
-CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], int]] = {
+CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], bool]] = {
     "auto": (
         AdaptiveArguments(micro_batch_size="auto"),
-        {"neftune_noise_alpha": 5.0, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, 1,
+        {"neftune_noise_alpha": 5.0, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, True,
     ),
     "maximum": (
         AdaptiveArguments(use_maximum_batch_size=True, batch_increase_function=trainers.DOUBLE,
                           max_batch_size=16),
-        {"per_device_train_batch_size": 4, "optim": "sgd"}, 1,
+        {"per_device_train_batch_size": 4, "optim": "sgd"}, True,
     ),
-    "nothing to probe": (AdaptiveArguments(micro_batch_size=3), {}, 0),
+    "nothing to probe": (AdaptiveArguments(micro_batch_size=3), {}, False),
 }  # fmt: skip
 
 
-def adds_noise(trainer: Any) -> bool:
-    return any("neftune" in hook.__name__ for hook in trainer.model.get_input_embeddings()._forward_hooks.values())
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_found_before_training_is_what_it_trains_with_and_leaves_no_trace(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_probes_trains_as_one_that_is_given_what_it_finds(case: str, tmp_path: Path) -> None:
     arguments, settings, probes = CASES[case]
-    probed: list[Any] = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        probed.append(probe(*args, **kwargs))
-        return probed[-1]
-
-    monkeypatch.setattr("adaptive_batching._transformers.adaptive_run.probe", counted)
 
     def make(folder: str) -> Any:
         model = trainers.make_llama(attention_dropout=0.2)
-        return make_trainer(
-            tmp_path / folder,
-            arguments,
-            model=model,
-            eval_dataset=trainers.make_data(5),
-            num_train_epochs=1,
-            **settings,
-        )
-
-    ours, whole = make("ours"), make("whole")
-    before, random_state = weights(ours), RandomState(CPU)
-    found = ours.adaptive.find()
-    assert found is ours.adaptive and len(probed) == probes
-    assert all(torch.equal(value, before[name]) for name, value in weights(ours).items())
-    assert all(parameter.grad is None for parameter in ours.model.parameters())
-    assert RandomState(CPU) == random_state
-    assert not adds_noise(ours) and ours.optimizer is None and not ours.is_in_train
-    assert [*tmp_path.glob("ours/**/*")] == []
-    told = str(found).splitlines()
-    if ours.adaptive._known.stored is not None:
-        trainers.without_probe(whole, ours.adaptive._known.stored)
-    for trainer in (whole, ours):
         transformers.set_seed(1)
-        trainer.evaluate()
-        trainer.train()
-    assert_same(ours, whole)
-    assert f"the plan: {whole.state.global_step} steps" in told
-    assert told == str(ours.adaptive).splitlines() and len(probed) == probes, "it is not probed again"
-    assert ours.adaptive.find() is ours.adaptive and len(probed) == probes, "nor after training"
+        return make_trainer(tmp_path / folder, arguments, model=model, num_train_epochs=1, **settings)
 
-
-def test_where_nothing_fits_it_says_so_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
-    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), neftune_noise_alpha=5.0)
-    OutOfMemory(ours.model, 0)
-    random_state = RandomState(CPU)
-    with pytest.raises(DoesNotFitError):
-        ours.adaptive.find()
-    assert RandomState(CPU) == random_state
-    assert not adds_noise(ours) and not ours.is_in_train
-
-
-def test_with_a_sharded_model_it_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
-    monkeypatch.setattr(ours, "is_fsdp_enabled", True)
-    with pytest.raises(ConfigError, match=r"find\(\) would leave the model sharded; .*on_train_begin") as caught:
-        ours.adaptive.find()
-    assert "\n" not in str(caught.value)
+    ours, given = make("ours"), make("given")
+    transformers.set_seed(1)
+    ours.train()
+    assert (ours.adaptive.probe is not None) == probes
+    if probes:
+        trainers.without_probe(given, ours.adaptive._known.stored)
+    transformers.set_seed(1)
+    given.train()
+    assert_same(ours, given)
+    assert str(ours.adaptive) == str(given.adaptive)
 
 
 class Keeping(transformers.Trainer):
@@ -128,13 +78,12 @@ class Keeping(transformers.Trainer):
 def test_nothing_of_a_probe_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -> None:
     auto = AdaptiveArguments(micro_batch_size="auto")
     probed = make_trainer(tmp_path / "a", auto, kind=Keeping, num_train_epochs=1)
-    probed.adaptive.find()
-    assert probed.sums == {} and len(probed.kept) == 1
     probed.train()
     given = make_trainer(tmp_path / "b", auto, kind=Keeping, num_train_epochs=1)
     trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()
     assert_same(probed, given)
+    assert len(probed.kept) == len(given.kept) and probed.sums == given.sums
 
 
 class Telling(transformers.Trainer):
@@ -166,8 +115,6 @@ def test_what_a_loss_logs_is_sent_for_parts_of_training_and_never_for_checks_and
     trainer = make_trainer(tmp_path, ours, kind=Telling, callbacks=[heard], num_train_epochs=1)
     sent: list[Any] = []
     monkeypatch.setattr(trainer.accelerator, "log", sent.append)
-    trainer.adaptive.find()
-    assert heard.logs == len(sent) == 0 and trainer.state.log_history == []
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "seen" in entry]
     assert (len(history), len(sent), heard.logs) == (forwards, forwards, 2 * forwards)
@@ -193,7 +140,6 @@ def test_what_a_collate_function_draws_in_training_is_what_it_draws_first(given:
     settings: dict[str, Any] = dict(per_device_train_batch_size=40, num_train_epochs=3)
     ours = AdaptiveArguments(**given, audit_every=1)
     adapted = make_trainer(tmp_path / "ours", ours, collator=Masking(), **settings)
-    adapted.adaptive.find()
     adapted.train()
     stock = make_trainer(tmp_path / "stock", collator=Masking(), **settings)
     stock.train()
