@@ -106,9 +106,6 @@ class AdaptiveBatchingConfig:
     max_lr_scale: float = 4.0
     """Largest factor that ``lr_scaling`` applies."""
 
-    noise_scale_every: int | None = None
-    """Optimizer steps between measurements of the gradient noise scale. None for 5 if a function of ours reads it."""
-
     recover_from_oom: bool = True
     """Rerun a step that ran out of memory in smaller micro-batches."""
 
@@ -128,8 +125,7 @@ class AdaptiveBatchingConfig:
             headroom: MemoryAmount | str | float = ..., sequence_length: int | None = ...,
             keep_global_batch: bool = ..., grow_beyond_memory: bool = ..., increase_every: str | float = ...,
             grow_during_warmup: bool = ..., lr_scaling: str = ..., max_lr_scale: float = ...,
-            noise_scale_every: int | None = ..., recover_from_oom: bool = ..., audit_every: int | None = ...,
-            report_dir: str | None = ...,
+            recover_from_oom: bool = ..., audit_every: int | None = ..., report_dir: str | None = ...,
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -137,7 +133,7 @@ class AdaptiveBatchingConfig:
         self._set("micro_batch_size", parse_micro_batch_size(self.micro_batch_size))
         for key in _FLAGS:
             require_bool(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
-        for key in ("save_every_n_steps", "max_batch_size", "sequence_length", "noise_scale_every", "audit_every"):
+        for key in ("save_every_n_steps", "max_batch_size", "sequence_length", "audit_every"):
             if getattr(self, key) is not None:
                 require_positive_int(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
         self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", headroom := self.headroom))

@@ -20,17 +20,15 @@ All others scale it by ``lr_scaling: auto`` and run with ``micro_batch_size: aut
 A way is compared at a loss of its own: its final one or the lowest final one of the controls, whichever is higher, so
 that both it and a control reach it. The best control is the one that reaches that loss first, in seconds or in steps;
 where between two evaluations that was is interpolated. A ratio below 1 is in favour of the way. Steps and samples are
-the same on every device; ``break_even.py`` says what follows for one on which a step costs more. ``goodput`` decides by
-the seconds that it measures, and has no such point.
+the same on every device; ``break_even.py`` says what follows for one on which a step costs more.
 
 Runs are made in as many processes as there are cores, each with one thread. Seconds are of the processor, so that they
 do not count each other; on a GPU runs take turns, and seconds are of the clock.
 
-The noise scale's overhead is measured apart, step by step: two recipes take turns, of which one measures it every fifth
-step. The last line printed is a JSON object: of the increase functions whose final loss is at most 2 % above that of
-the best control (all weights) the one with the least seconds, its seconds and steps over those of the best control
-(medians over seeds of paired ratios), and the overhead; the fixed cost of a step from which each way is faster than
-every control, in milliseconds at the cost of a sample that was measured, null for never.
+The last line printed is a JSON object: of the increase functions whose final loss is at most 2 % above that of the best
+control (all weights) the one with the least seconds, and its seconds and steps over those of the best control (medians
+over seeds of paired ratios); the fixed cost of a step from which each way is faster than every control, in milliseconds
+at the cost of a sample that was measured, null for never.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -57,7 +54,6 @@ import torch
 from break_even import Point, costs, draw
 from common import write_report
 from growth_ways import (
-    AUTO,
     CONFIGURED,
     CONTROLS,
     EPOCHS,
@@ -68,7 +64,6 @@ from growth_ways import (
     ways_of,
 )
 from omegaconf import OmegaConf
-from overhead import TakingTurns, run_all
 from torchtune import config
 
 from adaptive_batching._report.events import Watcher
@@ -255,25 +250,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def noise_overhead(setting: Setting) -> float:
-    """Seconds of training with the noise scale measured, over seconds without."""
-    turns = TakingTurns(first=0)
-    threads = []
-    with quiet():
-        for number, every in enumerate((None, 5)):
-            changes = {
-                **AUTO, "batch_size": MAXIMUM,
-                "batch_increase_function": {"_component_": "adaptive_batching.growth.constant"},
-                "adaptive_batching": {"noise_scale_every": every},
-            }  # fmt: skip
-            recipe = recipe_for(changes, setting)
-            recipe.watchers.append(turns.watcher(number))
-            threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
-        run_all(threads)
-    plain, measured = (sum(seconds[5:]) for seconds in turns.seconds)  # a whole number of fives: the first is warm-up
-    return measured / plain
-
-
 Train = Callable[[Sequence[Mapping[str, Any]], Setting], list[list[Point]]]
 
 
@@ -347,12 +323,11 @@ def main() -> None:
             medians = {
                 way: statistics.median(span[0] for span in break_evens(curves, way))
                 for way in curves
-                if way not in CONTROLS and way != "goodput"
+                if way not in CONTROLS
             }
             points[kind] = {
                 way: None if math.isinf(cost) else round(1000 * per_sample * cost) for way, cost in medians.items()
             }
-        overhead = pool.submit(noise_overhead, full).result()
     write_report(
         "Growing the batch: steps, samples and time to the same held-out loss",
         device=args.device,
@@ -366,7 +341,6 @@ def main() -> None:
         rows=rows,
         figures={
             **figures,
-            "noise_scale_overhead": round(overhead, 3),
             "seeds": args.seeds,
             "break_even_fixed_cost_ms": points,
         },

@@ -28,11 +28,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "late_switch": {"fraction": 0.5},
     "replace_lr_decay": {},
     "on_plateau": {"patience": 1, "min_delta": 0.02},
-    "gradient_noise_scale": {},
-    "norm_test": {},
-    "goodput": {},
 }
-OF_LORA = ("step", "polynomial", "late_switch", "replace_lr_decay", "gradient_noise_scale", "norm_test")
+OF_LORA = ("step", "polynomial", "late_switch", "replace_lr_decay")
 
 Curves = Mapping[str, Sequence[Curve]]
 
@@ -89,7 +86,7 @@ def table_of(curves: Curves) -> list[str]:
         difference = "" if way == CONFIGURED else f"{above:+.3f} ± {of_above:.3f}"
         seconds, steps = against_best_control(curves, way)
         first = last = ""
-        if way not in CONTROLS and way != "goodput":
+        if way not in CONTROLS:
             spans = break_evens(curves, way)
             first = spelled([start for start, _ in spans], "never")
             last = "" if first == "never" else spelled([end for _, end in spans], "no end")

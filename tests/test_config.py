@@ -62,7 +62,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("increase_every", 0.3, "does not divide an epoch; write epoch, or a"),
     ("lr_scaling", "cubic", "is unknown; known: auto, linear, none, sqrt"),
     *(("max_lr_scale", value, "must be a number of at least 1") for value in (0.5, 0)),
-    ("noise_scale_every", 0, WHOLE),
     ("audit_every", 0, WHOLE),
     *((key, "yes", "must be True or False") for key in ("grow_during_warmup", "round_to_power_of_two")),
     *((key, 1, "must be True or False") for key in ("keep_global_batch", "recover_from_oom")),

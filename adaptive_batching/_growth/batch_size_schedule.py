@@ -368,8 +368,7 @@ def plan_decisions(
     if not controller.decides_early:
         raise IncreaseFunctionError(
             f"{name} needs values that are known only during training, but sizes are planned beforehand; use a "
-            "function of (epoch, current_batch_size), or one of adaptive_batching.growth that needs neither losses "
-            "nor noise"
+            "function of (epoch, current_batch_size), or one of adaptive_batching.growth that needs no losses"
         )
     schedule = BatchSizeSchedule(controller, RunShape(epochs, samples))
     schedule.plan()

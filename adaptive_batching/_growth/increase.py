@@ -56,9 +56,7 @@ class GrowthState:
             warm-up.
         losses: Mean training loss of the samples between two decisions, one value per decision so far.
         val_losses: Loss of the last validation before each decision so far that had one since the decision before it.
-        noise_scale: Smoothed gradient noise scale in samples; None if not known yet or not measured.
         history: (epoch, new batch size) of each change of ``batch_size``, including the initial size.
-        seconds_per_step: Maps a batch size to the expected seconds of an optimizer step; None if not known yet.
     """
 
     epoch: float
@@ -72,9 +70,7 @@ class GrowthState:
     lr_decay: float
     losses: tuple[float, ...] = ()
     val_losses: tuple[float, ...] = ()
-    noise_scale: float | None = None
     history: tuple[tuple[float, int], ...] = ()
-    seconds_per_step: Callable[[int], float] | None = None
 
 
 def planned(function: IncreaseFunction) -> IncreaseFunction:
@@ -93,10 +89,6 @@ def takes_state(function: IncreaseFunction) -> bool:
 def is_planned(function: IncreaseFunction) -> bool:
     """Return True if a function is called for the whole run before training."""
     return not takes_state(function) or getattr(function, "planned", False)
-
-
-def reads_noise_scale(function: IncreaseFunction) -> bool:
-    return getattr(function, "reads_noise_scale", False)
 
 
 def reads_val_loss(function: IncreaseFunction) -> bool:

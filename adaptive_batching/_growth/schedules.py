@@ -14,8 +14,8 @@ from typing import Any
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, planned
 
 __all__ = [
-    "constant", "cosine", "fixed_increase", "goodput", "gradient_noise_scale", "late_switch", "linear", "multistep",
-    "norm_test", "on_plateau", "polynomial", "replace_lr_decay", "staged", "step",
+    "constant", "cosine", "fixed_increase", "late_switch", "linear", "multistep", "on_plateau", "polynomial",
+    "replace_lr_decay", "staged", "step",
 ]  # fmt: skip
 
 _ROUNDING = 1e-9  # 2 ** 3 computed from a third of an epoch may come out as 7.999999999999998
@@ -169,63 +169,6 @@ def on_plateau(
     return increase
 
 
-def gradient_noise_scale(multiplier: float = 1.0, hysteresis: float = 1.25) -> IncreaseFunction:
-    """Follow ``multiplier`` times the gradient noise scale, in samples of the global batch; at most double at once.
-
-    McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The noise scale is only a
-    guide: to reach the same loss, a batch of that size needs twice the samples of a very small one and twice the steps
-    of a very large one, under assumptions that training does not meet exactly. Measured critical sizes can be far
-    larger.
-
-    Args:
-        multiplier: Factor applied to the noise scale.
-        hysteresis: The batch grows only if the wanted size exceeds it by this factor.
-    """
-    _require("multiplier", multiplier, above=0)
-    _require("hysteresis", hysteresis, at_least=1)
-    return _from_noise(lambda state, noise_scale: multiplier * noise_scale, hysteresis)
-
-
-def norm_test(eta: float = 1.0) -> IncreaseFunction:
-    """Follow the smallest size at which the gradient's standard deviation is at most ``eta`` times its norm.
-
-    That is ``trace(covariance) / (eta ** 2 * norm ** 2)``: the norm test of Byrd et al. 2012, "Sample Size Selection in
-    Optimization Methods for Machine Learning". The size at most doubles at once.
-    """
-    _require("eta", eta, above=0)
-    return _from_noise(lambda state, noise_scale: math.ceil(noise_scale / eta**2), 1.0)
-
-
-def goodput(gain: float = 1.05) -> IncreaseFunction:
-    """Follow the size with the most progress per second: samples per second times the contribution of each.
-
-    In a global batch of ``n`` samples, each contributes ``(noise_scale + n0) / (noise_scale + n)`` of what it does in
-    the initial batch of ``n0``: Pollux (Qiao et al. 2021, arXiv:2008.12260) and AdaptDL. The candidates are the current
-    size and its double.
-
-    Step times are fitted to forwards of different sizes. If all forwards have one size, as they can with packed data,
-    step times are unknown, and the batch does not grow.
-
-    Args:
-        gain: The batch grows only if progress improves by more than this factor.
-    """
-    _require("gain", gain, at_least=1)
-
-    def wanted(state: GrowthState, noise_scale: float) -> float:
-        seconds, devices = state.seconds_per_step, state.global_batch_size / state.batch_size
-        if seconds is None:
-            return 0
-        larger = min(2 * state.batch_size, state.maximum)
-
-        def progress(size: int) -> float:
-            efficiency = (noise_scale + devices * state.initial_batch_size) / (noise_scale + devices * size)
-            return devices * size / seconds(size) * efficiency
-
-        return devices * larger if progress(larger) > gain * progress(state.batch_size) else 0
-
-    return _from_noise(wanted, 1.0)
-
-
 def _schedule(size_at: Callable[[GrowthState], float], *, early: bool = True) -> IncreaseFunction:
     """Return the increase function that follows ``size_at``, a size as a function of the state."""
 
@@ -235,22 +178,6 @@ def _schedule(size_at: Callable[[GrowthState], float], *, early: bool = True) ->
 
     increase.__qualname__ = size_at.__qualname__  # names the factory that made it
     return planned(increase) if early else increase
-
-
-def _from_noise(wanted: Callable[[GrowthState, float], float], hysteresis: float) -> IncreaseFunction:
-    """Return the increase function that follows ``wanted``, a global batch size as a function of the noise scale."""
-
-    def size_at(state: GrowthState) -> float:
-        if state.noise_scale is None:
-            return state.batch_size
-        devices = state.global_batch_size / state.batch_size
-        size = wanted(state, state.noise_scale) / devices
-        return min(size, 2 * state.batch_size) if size >= hysteresis * state.batch_size else state.batch_size
-
-    size_at.__qualname__ = wanted.__qualname__
-    increase = _schedule(size_at, early=False)
-    increase.reads_noise_scale = True  # type: ignore[attr-defined]
-    return increase
 
 
 def _times(state: GrowthState, factor: float, power: int) -> float:

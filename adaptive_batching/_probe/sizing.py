@@ -173,8 +173,7 @@ def size_up(
         samples: Of the data, for each replica.
         run_samples: After which the run ends, be it within an epoch; None for no such number.
         equal_parts: Of a batch, each of which has a backward pass of its own, and is what is probed.
-        holds_gradients: True if a forward runs while gradients are held for another reason than those of the settings,
-            such as to measure the gradient noise scale.
+        holds_gradients: True if a forward runs while gradients are held for another reason than those of the settings.
         rules: Of the host.
     """
     size, grows, window = settings.micro_batch_size, settings.grows, batch_size * accumulation

@@ -19,7 +19,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,10 +184,9 @@ class MicroBatchCollectives:
         """Number of collectives in the first forward and backward that are not FSDP's, which cannot be issued again."""
 
         self._issued = _Issued()
-        self._norms: list[list[torch.Tensor]] = []  # where squared norms go, while they are asked for
         for unit in self._units:
             unit.set_custom_all_gather(_AllGather(self._issued))
-            unit.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
+            unit.set_custom_reduce_scatter(_ReduceScatter(self._issued))
 
     def start(self) -> None:
         self._issued.clear()
@@ -222,15 +221,6 @@ class MicroBatchCollectives:
         """
         is_known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
         return is_known and not self._varies
-
-    @contextlib.contextmanager
-    def squared_norms(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the squared norms of this rank's gradients, before reduction, from the backward that runs inside."""
-        self._norms.append([])
-        try:
-            yield self._norms[-1]
-        finally:
-            self._norms.clear()
 
     def drain(self, num_micro_batches: int) -> None:
         """Issue the rest of the aborted micro-batch, and all of the ``num_micro_batches`` that will not run.
@@ -268,13 +258,10 @@ class _AllGather(_AllGatherBase):
 
 
 class _ReduceScatter(_ReduceScatterBase):
-    def __init__(self, issued: _Issued, norms: list[list[torch.Tensor]]) -> None:
+    def __init__(self, issued: _Issued) -> None:
         self._issued = issued
-        self._norms = norms
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        for squares in self._norms:
-            squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
         return _issue(self._issued, super().__call__, (output_tensor, input_tensor, group, op), async_op)
 
 

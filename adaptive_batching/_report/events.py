@@ -12,19 +12,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from adaptive_batching._growth.noise_scale import NoiseEstimate
+from typing import Any
 
 VERSION = 2
 """Version of the record. Version 1 wrote ``NaN`` and ``Infinity`` as Python does, which is no JSON."""
 
 EVENT_KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
-    "epoch", "change", "step", "recovery", "validation", "noise", "took", "error", "end",
+    "epoch", "change", "step", "recovery", "validation", "took", "error", "end",
 )  # fmt: skip
-_OF_STEPS = ("epoch", "change", "step", "recovery", "validation", "noise", "took")
+_OF_STEPS = ("epoch", "change", "step", "recovery", "validation", "took")
 _LAST = ("error", "end")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
@@ -82,9 +79,6 @@ class Watcher:
 
     def took(self, what: str, epoch: int, step: int, seconds: float) -> None:
         """Take note of the time that a ``validation`` or a ``checkpoint`` took."""
-
-    def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
-        """Take note of an estimate of the gradient's noise, and of the noise scale so far, in samples."""
 
 
 class RecordError(ValueError):

@@ -23,7 +23,6 @@ _GROWTH = {
     "fixed_increase": "each epoch",
     "polynomial": "on a ramp", "linear": "on a linear ramp", "cosine": "on a cosine ramp", "late_switch": "late",
     "replace_lr_decay": "in place of a lower learning rate", "on_plateau": "on a plateau of the validation loss",
-    "gradient_noise_scale": "as the noise scale grew", "norm_test": "by the norm test", "goodput": "by goodput",
 }  # fmt: skip
 _OF_PACKAGE = re.compile(r"adaptive_batching\.(?:growth|_growth\.schedules)\.(\w+)")
 

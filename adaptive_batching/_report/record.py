@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
-from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import (
     RECORD,
@@ -170,10 +169,6 @@ class Report(Watcher):
 
     def took(self, what: str, epoch: int, step: int, seconds: float) -> None:
         self._write("took", what=what, epoch=epoch, step=step, seconds=seconds)
-
-    def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
-        values = {"tokens": shown.tokens, "variance": shown.variance, "norm_squared": shown.norm_squared}
-        self._write("noise", step=step, **values, noise_scale=noise_scale)
 
     def end(self) -> None:
         self._write("end", time=_now())

@@ -23,7 +23,6 @@ CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
     "loss": ("Loss", "mean of a step", (("loss", "loss"), ("trend", "running mean"), ("validation", "validation"))),
     "batch": ("Global batch", "samples per optimizer step", (("batch", "global batch"),)),
     "lr": ("Learning rate", "", (("lr", "learning rate"),)),
-    "noise": ("Gradient noise scale", "samples", (("noise", "noise scale"), ("batch", "global batch"))),
     "padding": ("Padding", "tokens computed per token of the data", (("padding", "padding"),)),
     "seconds": ("Time of a step", "seconds", (("seconds", "seconds"),)),
     "memory": ("Peak memory", "MiB", (("memory", "peak memory"),)),
@@ -52,7 +51,6 @@ def curves_of(events: Events, most_points: int) -> Curves:
     steps = events["step"]
     seen = list(accumulate(step["samples"] for step in steps))
     size = max(1, math.ceil(len(steps) / most_points))
-    noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
     validations = {
         f"validation{on}": {validation["step"]: validation["loss"] for validation in of_set}
         for on, of_set in by_dataset(events["validation"]).items()
@@ -77,7 +75,6 @@ def curves_of(events: Events, most_points: int) -> Curves:
             "trend": mean_loss(end - window, end) if has_trend else None,
             **{name: _last(losses_of, part) for name, losses_of in validations.items()},
             "batch": last["samples"],  # global
-            "noise": _last(noise, part),  # scale, in samples
             "lr": last["lr"],
             "padding": _ratio(sum(_known(part, "padded_tokens")), sum(_known(part, "tokens"))),
             "seconds": _ratio(sum(seconds), len(seconds)),

@@ -65,8 +65,6 @@ def split_samples(
     rule: SplitRule,
     limit: int | None = None,
     *,
-    in_order: bool = False,
-    min_parts: int = 1,
     pads: bool = True,
 ) -> Split:
     """Split samples by ``rule``, and what is above ``limit`` into smaller parts.
@@ -79,15 +77,12 @@ def split_samples(
       by length.
     - By length, the longest samples come first, and padded tokens plus the cost of forwards are no more than those of
       any other way to divide the sorted samples into runs of neighbours of at most ``max_tokens``.
-    - There are at least ``min_parts`` parts, or as many as samples.
     - The result depends on the arguments alone: ranks that have the same samples split them alike.
 
     Args:
         lengths: Tokens of each sample.
         rule: What the settings ask for.
         limit: Most tokens of a part, learned from running out of memory; None for no limit.
-        in_order: True to keep the order of samples within a part that the limit splits, so that all are drawn alike.
-        min_parts: Least number of parts. If the rule gives fewer, samples are split by number alone.
         pads: False if samples are laid end to end, so that a part has the sum of their tokens.
     """
     if not lengths:
@@ -107,8 +102,6 @@ def split_samples(
         parts = split_in_order(len(lengths), rule.samples)
     else:
         parts = [list(everything[start : start + rule.samples]) for start in everything[:: rule.samples]]
-    if len(parts) < min_parts:
-        parts = split_in_order(len(lengths), max(len(lengths) // min_parts, 1))
     if limit is None:
         return parts
     split = []
@@ -116,9 +109,6 @@ def split_samples(
         own = [lengths[index] for index in part]
         if (padded_tokens(own) if pads else sum(own)) <= limit:
             split.append(part)
-        elif in_order:
-            smaller = split_in_order(len(part), samples_within(limit, max(own)))
-            split += [[part[index] for index in indices] for indices in smaller]
         else:  # a high cost of forwards keeps the number of parts low where nobody has asked for any
             split += by_length(part, limit, limit)
     return split

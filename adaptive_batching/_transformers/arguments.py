@@ -20,7 +20,6 @@ _ONLY_IN_RECIPES = {
     "grow_beyond_memory": "set micro_batch_size='auto', with which a batch grows beyond what fits in one forward pass",
     "increase_every": "batch_increase_function is asked at the start of each epoch",
     "grow_during_warmup": "give batch_increase_function the epoch to begin at",
-    "noise_scale_every": "take an increase function that needs no gradient noise scale",
 }
 """Settings of recipes that ``Trainer`` has no place for, each with what takes its place."""
 

@@ -30,9 +30,6 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "auto": (["micro_batch_size=auto", LIMIT], sizes, [4] * 16),
     "explore": (["micro_batch_size=explore", LIMIT], lambda run: len(events(run, "exploration")), 1),
     "growth within memory": ([*GROW, *PROBE, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
-    "the noise scale": (
-        ["adaptive_batching.noise_scale_every=2", "gradient_accumulation_steps=2"], lambda run: len(run.metrics), 8,
-    ),
     "binary search": (
         [*PROBE, "adaptive_batching.search=binary_search", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
     ),

@@ -326,8 +326,8 @@ def controls(**settings: Any) -> BatchController:
         *((make, {"increase": step}, IncreaseFunctionError, r"increase=step is a factory.*call it, step\(\)")
           for make in (planned, controls)),
         (controls, {"increase": lambda epoch: 1}, IncreaseFunctionError, "increase=.*cannot be called with"),
-        *((planned, {"increase": each}, IncreaseFunctionError, "needs values that are known only during training")
-          for each in (growth.on_plateau(), growth.gradient_noise_scale())),
+        (planned, {"increase": growth.on_plateau()}, IncreaseFunctionError,
+         "needs values that are known only during training"),
         (planned, {"increase": lambda epoch, size: 0.5}, IncreaseFunctionError,
          r"<lambda>\(epoch=0, current_batch_size=4\) returned 0.5"),
     ],

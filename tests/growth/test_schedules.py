@@ -104,30 +104,6 @@ def test_the_batch_grows_when_the_loss_has_stopped_to_fall(
     assert [size(function, **{name: each, other: (5.0,) * 9}) for each in seen] == sizes
 
 
-def test_growth_by_the_noise_scale_is_held_back() -> None:
-    function = growth.gradient_noise_scale(multiplier=0.5, hysteresis=1.25)
-    assert increase.reads_noise_scale(function) and not is_planned(function)
-    assert size(function, noise_scale=None) == 4
-    assert size(function, noise_scale=9.8) == 4, "below the hysteresis"
-    assert size(function, noise_scale=10) == 5
-    assert size(function, noise_scale=1000) == 8, "at most twice at once"
-    assert size(function, noise_scale=20, global_batch_size=8) == 5, "of the global batch"
-    assert size(growth.norm_test(eta=0.5), noise_scale=1.3) == 6  # ceil(5.2)
-
-
-def test_goodput_weighs_speed_against_what_a_sample_contributes() -> None:
-    def grown(noise_scale: float, fixed: float, gain: float = 1.05) -> int:
-        return size(growth.goodput(gain), noise_scale=noise_scale, seconds_per_step=lambda size: fixed + size)
-
-    assert grown(noise_scale=1e6, fixed=8) == 8, "16/16 against 4/12 of the time"
-    assert grown(noise_scale=0, fixed=8) == 4, "samples beyond the first contribute nothing"
-    assert grown(noise_scale=1e6, fixed=0) == 4, "no faster"
-    # from 4 / 12 to 8 / 16 samples in a second, each of which contributes (12 + 4) / (12 + 8): 1.2 times the progress
-    assert grown(noise_scale=12, fixed=8, gain=1.19) == 8
-    assert grown(noise_scale=12, fixed=8, gain=1.21) == 4
-    assert size(growth.goodput(), noise_scale=1e6) == 4, "how fast it is is not known"
-
-
 @pytest.mark.parametrize(
     ("factory", "name", "value", "shown"),
     [
@@ -140,9 +116,7 @@ def test_goodput_weighs_speed_against_what_a_sample_contributes() -> None:
         (growth.cosine, "ramp_epochs", 0, "ramp_epochs=0"), (growth.polynomial, "power", -1, "power=-1"),
         (growth.late_switch, "fraction", 1, "fraction=1"), (growth.replace_lr_decay, "alpha", 1.0, "alpha=1.0"),
         (growth.on_plateau, "patience", 0, "patience=0"), (growth.on_plateau, "min_delta", -0.1, "min_delta=-0.1"),
-        (growth.gradient_noise_scale, "multiplier", math.nan, "multiplier=nan"),
-        (growth.gradient_noise_scale, "hysteresis", 0.9, "hysteresis=0.9"), (growth.norm_test, "eta", 0, "eta=0"),
-        (growth.goodput, "gain", 0.5, "gain=0.5"),
+        (growth.on_plateau, "rate", math.nan, "rate=nan"),
     ],
 )  # fmt: skip
 def test_factories_check_their_arguments(factory: Any, name: str, value: Any, shown: str) -> None:

@@ -25,14 +25,13 @@ RESUME = "resume_from_checkpoint=True"
 # 100 samples: 13 steps of 4 and 6 of 8 in the first epoch, then 6 of 16; cut off before the 23rd is saved.
 GROW = [
     *FUNCTION, "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=16",
-    "dataset.split=train[:100]", "save_every_n_steps=4",
+    "dataset.split=train[:100]", "save_every_n_steps=4", "adaptive_batching.lr_scaling=sqrt",
 ]  # fmt: skip
-NOISE = ["adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt"]
 SHRINKS = ["batch_increase_function.shrinks=True", "model.lora_dropout=0.1"]
 PACKED = ["dataset.packed=True", "gradient_accumulation_steps=2", "micro_batch_size=1", "batch_size=2"]
 RUNS = {
-    "full": ("full", [*GROW, *NOISE]),
-    "lora, which shrinks after the cut": ("lora", [*GROW, *NOISE, *SHRINKS]),
+    "full": ("full", GROW),
+    "lora, which shrinks after the cut": ("lora", [*GROW, *SHRINKS]),
     "packs that are split and gathered": ("full", [*GROW, *PACKED, "save_every_n_steps=2"]),
 }
 
@@ -61,7 +60,7 @@ def folders(run: Run) -> list[str]:
 def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:
-    """Batches, their sizes, learning rates, losses and weights, dropout and the noise scale included."""
+    """Batches, their sizes, learning rates, losses and weights, dropout included."""
     kind, fields = RUNS[case]
     whole = baseline(kind, *fields, cut_off_at=1.5)
     whole.copy_when_cut_off(tmp_path / "out")
@@ -83,7 +82,7 @@ def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
 
 def test_saving_changes_nothing_but_the_folders(tune_run: TuneRun, baseline: TuneRun) -> None:
     saving = baseline("full", *RUNS["full"][1], cut_off_at=1.5)
-    not_saving = tune_run("full", *GROW, *NOISE, "save_every_n_steps=null")
+    not_saving = tune_run("full", *GROW, "save_every_n_steps=null")
     assert not_saving.metrics == saving.metrics
     assert_same_weights(not_saving.weights(1), saving.weights_in("step_25"))
     assert folders(not_saving) == ["epoch_0", "epoch_1"]
@@ -120,9 +119,9 @@ def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
 def test_a_checkpoint_without_state_is_refused(tune_run: TuneRun, baseline: TuneRun) -> None:
     whole = baseline("full", *RUNS["full"][1], cut_off_at=1.5)
     with pytest.raises(SystemExit, match=r"of step_8 in checkpointer: that folder has only weights; .* is step_24"):
-        tune_run("full", *GROW, *NOISE, RESUME, f"output_dir={whole.output_dir}", WEIGHTS_OF.format("step_8"))
+        tune_run("full", *GROW, RESUME, f"output_dir={whole.output_dir}", WEIGHTS_OF.format("step_8"))
     with pytest.raises(SystemExit, match="has no checkpoint to resume from; set output_dir"):
-        tune_run("full", *GROW, *NOISE, RESUME, name="nowhere")
+        tune_run("full", *GROW, RESUME, name="nowhere")
 
 
 def test_a_run_that_has_ended_ends_alike_when_it_is_resumed(tune_run: TuneRun) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
-from tests.integration.one_target import NOISE
+from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.test_cuda_memory import CUDA, LIMIT
 from tests.support.overrides import SGD
-from tests.support.records import events, without_sizes
+from tests.support.records import without_sizes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,15 +51,3 @@ def test_cutting_by_length_on_the_device_trains_as_the_whole_batch(tune_run: Tun
     whole = tune_run("full", *common, name="whole")
     split = tune_run("full", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=4GiB", name="split")
     assert_close(split, whole, epoch=0)
-
-
-def test_the_noise_scale_on_the_device_is_that_on_the_cpu(tune_run: TuneRun) -> None:
-    common = [*NOISE, "micro_batch_size=3", "batch_size=5"]
-    data = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
-
-    def variances(run: Run) -> list[float]:
-        return [event["variance"] for event in events(run, "noise")]
-
-    here = variances(tune_run("full", *common, name="cpu", replaced=data))
-    there = variances(tune_run("full", *common, "device=cuda", name="cuda", replaced=data))
-    assert there == pytest.approx(here, rel=1e-2)

@@ -71,27 +71,16 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
             micro_batch_size=st.sampled_from([None, 1, 2, 3, "auto"]),
             tokens=st.integers(1, 200),
             limit=st.none() | st.integers(1, 200),
-            min_parts=st.integers(1, 4),
-            in_order=st.booleans(),
-            apart=st.integers(0, 8),
             more=st.lists(batches, max_size=2),
         )
-        def compare(
-            batch: Any, micro_batch_size: Any, tokens: int, limit: Any, min_parts: int, in_order: bool, apart: int,
-            more: list[Any],
-        ) -> None:  # fmt: skip
+        def compare(batch: Any, micro_batch_size: Any, tokens: int, limit: Any, more: list[Any]) -> None:
             window = [batch, *(more if micro_batch_size == "auto" else [])]
             size = parse_micro_batch_size(micro_batch_size)
             assert not isinstance(size, Explore)
             split_policy = SplitPolicy(size, tokens if isinstance(size, ByLength) else None)
             split_policy.limit.max_tokens = limit
             splitter = Splitter(host, split_policy)
-            if 0 < apart < len(batch):
-                split = [micro_batch for group in splitter.split_apart(window, apart) for micro_batch in group]
-            elif len(window) > 1:
-                split = splitter.split_together(window)
-            else:
-                split = splitter.split(batch, min_parts, in_order=in_order)
+            split = splitter.split_together(window) if len(window) > 1 else splitter.split(batch)
             count, expected = assert_same_gradient(host, split, [MicroBatch(each, 1) for each in window], rel=1e-5)
             assert count == expected
             tried.append(len(split))

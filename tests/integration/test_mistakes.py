@@ -233,10 +233,6 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     (f"use_maximum_batch_size=True {OURS}.keep_global_batch=True", ["gradient_accumulation_steps=1", "raise"]),
     (f"{OURS}.keep_global_batch=True {OURS}.grow_beyond_memory=True", ["keep_global_batch=True", "one of them"]),
     ("collate_fn=torchtune.data.left_pad_sequence", ["left_pad_sequence", "padded_collate_sft"]),
-    (f"{FUNCTION}=adaptive_batching.growth.norm_test ~{FUNCTION}.every {OURS}.keep_global_batch=True "
-     "gradient_accumulation_steps=2", ["norm_test", "keep_global_batch=False"]),
-    (f"{FUNCTION}=adaptive_batching.growth.norm_test ~{FUNCTION}.every optimizer_in_bwd=True clip_grad_norm=null",
-     ["norm_test", "set optimizer_in_bwd=False"]),
     # increase functions
     (f"{FUNCTION}=no.such.function", ["no.such.function", "cannot be imported", "dotted path"]),
     (f"{FUNCTION}=add_eight", ["add_eight", "cannot be imported", "dotted path"]),

@@ -80,12 +80,6 @@ def test_a_step_whose_frozen_model_runs_out_of_memory_is_run_again(
     assert_close(recovered, undisturbed, epoch=0)
 
 
-def test_the_noise_scale_of_preferences_is_refused(tune_run: TuneRun) -> None:
-    reads_it = {"batch_increase_function": {"_component_": "adaptive_batching.growth.gradient_noise_scale"}}
-    with pytest.raises(SystemExit, match="is not measured in LoRADPORecipeSingleDevice; use an increase function"):
-        tune_run("lora_dpo", *COMMON["lora_dpo"], "adaptive_batching.max_batch_size=16", replaced=reads_it)
-
-
 @KINDS
 def test_the_batch_grows_to_what_a_probe_finds(kind: str, tune_run: TuneRun) -> None:
     run = tune_run(

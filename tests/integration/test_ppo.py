@@ -239,7 +239,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(run: PPO, monkeypatch: pytes
         (["micro_batch_size=4", "ppo_batch_size=2"], r"micro_batch_size=4 does not divide the 2 .*: \[1, 2\]"),
         (["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=2"],
          "keep_global_batch=True does not work with PPO"),
-        (["use_maximum_batch_size=True", "adaptive_batching.noise_scale_every=2"], "noise scale.*not measured in PPO"),
         (["save_every_n_steps=4", "value_checkpointer.output_dir=${output_dir}"],
          "save_every_n_steps=4 would save policy and value model to the same folders"),
         (["dataset_val._component_=torchtune.datasets.text_completion_dataset", "dataset_val.source=json",

@@ -208,7 +208,6 @@ DEPENDENT = f"model._component_={__name__}.batch_dependent_model"
     [
         (["micro_batch_size=auto"], "micro_batch_size=auto"),
         ([*DOUBLE, "adaptive_batching.grow_beyond_memory=True"], "adaptive_batching.grow_beyond_memory=True"),
-        ([*DOUBLE, "adaptive_batching.noise_scale_every=2"], "measuring the gradient noise scale, for .*,"),
     ],
 )
 def test_a_model_that_computes_over_the_batch_is_not_cut(settings: list[str], what: str, tune_run: TuneRun) -> None:

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torchtune.modules.peft import LoRALinear
 
-from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights, small_run
-from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAULTS, OTHERS, SHARED, SHARED_FAULTS, of_shared_steps, same_everywhere
 from tests.support.html import read_page
 from tests.support.launches import Finished, of_launch, output_of
-from tests.support.overrides import SGD, VALIDATE, WIDE
+from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events
 
 
@@ -128,19 +126,6 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
         words = read_page(page).words["error"] if page.exists() else ""
     assert "DoesNotFitError on rank 0" in words and "out of memory on another rank" in words
     assert "DoesNotFitError on rank 1" in words and errors[1].splitlines()[0].removeprefix("error: ") in words
-
-
-@of_launch("growth")
-def test_the_noise_scale_is_right_on_two_ranks(
-    finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    truths = []
-    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
-    monkeypatch.setattr(TrainingLoop, "run", lambda self: truths.append(truth(self._host)))
-    tune_run("lora", *WIDE, *NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget")
-    measured = events(finished("lora_noise"), "noise")
-    mean = [sum(event[key] for event in measured) / 30 for key in ("variance", "norm_squared")]
-    assert mean == pytest.approx(list(truths[0]), rel=0.05)
 
 
 @of_launch("growth")

@@ -43,7 +43,6 @@ from adaptive_batching._torchtune.train.probing import Probe
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import QUICKSTART, all_that_fits, small_run, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
-from tests.integration.one_target import NOISE
 from tests.support import power_cut
 from tests.support.device_steps import noted_steps
 from tests.support.environment import tame_malloc
@@ -228,15 +227,13 @@ def runs_that_recover(run: Runner) -> None:
 
 
 def runs_that_grow(run: Runner) -> None:
-    """Grow together, by noise that both measure, and resume from a checkpoint within an epoch."""
+    """Grow together, and resume from a checkpoint within an epoch."""
     rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
     run("full", "agreed", *GROW, *rankwise)
     keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
     run("full", "kept", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=8")
     run("full", "constant", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=2")
-    one_target = ["batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
-    run("lora", "lora_noise", *WIDE, *NOISE, *one_target, "micro_batch_size=3")
-    run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
+    run_in_two(run, "full")
 
 
 def run_in_two(run: Runner, kind: str, *added: str, faults: Sequence[Fault | None] = ()) -> None:

@@ -29,8 +29,8 @@ SETTINGS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 OF_SETTINGS = [("", "maximum"), ("", "2", "auto", "explore"), ("", "grow")]
 OF_SECTION = [("", "global", "beyond"), ("", "most=12"), ("", "exact"), ("", "x3")]
-OF_RUN = [("noise", "few", "of=10"), ("", "x3")]
-"""x3: batches of a step; noise: is measured in parts; few: samples, 3; of=10: samples, after which the run ends."""
+OF_RUN = [("held", "few", "of=10"), ("", "x3")]
+"""x3: batches of a step; held: gradients, by a forward; few: samples, 3; of=10: samples, after which the run ends."""
 
 
 def combinations() -> Iterator[str]:
@@ -61,7 +61,7 @@ def sizing_of(words: str) -> Sizing | None:
         samples=3 if "few" in rest else SAMPLES,
         run_samples=10 if "of=10" in rest else None,
         equal_parts=2 if host == "ppo" else 1,
-        holds_gradients="noise" in rest,
+        holds_gradients="held" in rest,
         rules=TRAINER if host == "trainer" else RECIPES,
     )
 

@@ -94,8 +94,6 @@ def check_curves(drawn: dict[str, Any], record: dict[str, Any]) -> None:
     ):  # fmt: skip
         assert columns[column] == pytest.approx([step[key] / unit for step in steps], rel=1e-5), column
     assert columns["padding"] == pytest.approx([1.3] * len(steps))
-    noise = {event["step"]: event["noise_scale"] for event in record["noise"]}
-    assert columns["noise"] == [noise.get(step["step"]) for step in steps]
     assert columns["validation"] == [None, None, 18.0, None, None, 9.0, None, None, 18.0, None, None, 45.0]
     assert drawn["epochs"] == [32, 96] and drawn["recoveries"] == [48], "the first step of the second epoch"
 

@@ -5,7 +5,6 @@ import math
 import random
 from collections.abc import Callable
 from itertools import chain, combinations
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,12 +57,11 @@ def in_order_within(lengths: list[int], max_tokens: int) -> Split:
 
 
 @settings(max_examples=300, deadline=None)
-@given(lengths_of_samples, rules, limits, st.booleans(), st.integers(1, 5), st.booleans())
+@given(lengths_of_samples, rules, limits, st.booleans())
 def test_each_sample_is_in_one_part_and_no_part_is_too_large_but_single_samples(
-    lengths: list[int], rule: SplitRule, limit: int | None, in_order: bool, min_parts: int, pads: bool
+    lengths: list[int], rule: SplitRule, limit: int | None, pads: bool
 ) -> None:
-    how: dict[str, Any] = dict(in_order=in_order, min_parts=min_parts, pads=pads)
-    split = split_samples(lengths, rule, limit, **how)
+    split = split_samples(lengths, rule, limit, pads=pads)
     everything = [*range(len(lengths))]
     in_split = [*chain(*split)]
     assert sorted(in_split) == everything
@@ -72,14 +70,13 @@ def test_each_sample_is_in_one_part_and_no_part_is_too_large_but_single_samples(
         count = padded_tokens(own) if pads else sum(own)
         assert len(part) == 1 or limit is None or count <= limit
         assert rule.samples is None or len(part) <= rule.samples
-        assert len(part) == 1 or min_parts > 1 or rule.max_tokens is None or count <= rule.max_tokens
-    assert len(split) >= min(min_parts, len(lengths))
-    if rule.max_tokens is not None and limit is None and pads and min_parts == 1:
+        assert len(part) == 1 or rule.max_tokens is None or count <= rule.max_tokens
+    if rule.max_tokens is not None and limit is None and pads:
         longest = [max(lengths[index] for index in part) for part in split]
         assert longest == sorted(longest, reverse=True), "one that does not fit fails before work is done"
-    if rule.max_tokens is None and (limit is None or in_order):
+    if rule.max_tokens is None and limit is None:
         assert in_split == everything, "in their order"
-    assert split == split_samples(tuple(lengths), rule, limit, **how), "on every rank"
+    assert split == split_samples(tuple(lengths), rule, limit, pads=pads), "on every rank"
 
 
 class Counted(float):
@@ -145,8 +142,6 @@ def test_cuts_of_a_few_samples() -> None:
     assert [len(part) for part in split_samples([10] * 9, SplitRule(4))] == [3, 3, 3]
     assert [len(part) for part in split_samples([10] * 9, SplitRule(4, is_even=False))] == [4, 4, 1]
     assert split_samples([9, 1, 1, 9], SplitRule(), 18) == [[0, 3], [1, 2]], "what is above a limit is sorted"
-    assert split_samples([9, 1, 1, 9], SplitRule(), 18, in_order=True) == [[0, 1], [2, 3]]
-    assert split_samples([9, 1, 1, 9], SplitRule(), min_parts=2) == [[0, 1], [2, 3]]
     assert split_samples([], SplitRule()) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
-from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._probe.sizes import Measurement, ProbeResult
 from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.record import Report
@@ -69,8 +68,6 @@ def write_run(
         for number in range(1, steps + 1):
             step = steps * epoch + number
             if all_there_is:
-                if number % 2:
-                    report.noise(step, NoiseEstimate(1e-3, 1e-2, 100.0, 10), 1234.5 + step)
                 report.cost(StepCost(0.25 * 2**epoch, epoch + 1, 1000 * size, 1300 * size, (100 + step) * 2**20))
             if all_there_is and step == steps + 1:
                 report.recovery(epoch=epoch, step=step, failed="with 8 samples of up to 40 tokens", max_tokens=160)

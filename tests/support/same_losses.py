@@ -38,7 +38,6 @@ Found = dict[str, Any]
 """``steps``: what each of them logged; ``weights``: those at the end."""
 
 _PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16"]
-_NOISE = "batch_increase_function._component_=adaptive_batching.growth.gradient_noise_scale"
 _VALIDATE = [*VALIDATE, "run_val_every_n_steps=3"]
 _EPOCH_1 = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
 
@@ -174,7 +173,6 @@ KINDS: dict[str, Callable[[Path, Path], Found]] = {
         overrides=[*DOUBLE, "adaptive_batching.grow_beyond_memory=True", "micro_batch_size=2"]
     ),
     "growing dpo": _dpo(overrides=DOUBLE),
-    "growing by noise": _full(overrides=[_NOISE, "~batch_increase_function.every"]),
     "split full": _full(overrides=["micro_batch_size=1"]),
     "split lora": _lora(overrides=["micro_batch_size=2", "batch_size=8"]),
     "split dpo": _dpo(overrides=["micro_batch_size=2"]),

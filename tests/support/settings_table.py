@@ -31,7 +31,6 @@ _VALUES = {
     "increase_every": "a part of one, such as `0.25`",
     "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS[1:]) + " (`linear` for SGD, else `sqrt`)",
     "max_lr_scale": _NUMBER,
-    "noise_scale_every": _NUMBER,
     "audit_every": _NUMBER,
     "report_dir": "a path",
 }

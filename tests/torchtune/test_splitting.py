@@ -58,14 +58,6 @@ def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
     assert filler([of_length(1), of_length(3, -100)]) == of_length(3)
 
 
-def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
-    samples = [of_length(10, label) for label in (-100, 1, 1, 1)]
-    splitter = Splitter(host(), SplitPolicy(ByLength(), 1000))
-    first, others = splitter.split_apart([samples], 1)
-    assert first == []
-    assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, None)]
-
-
 def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     """As where short forwards would gather a sharded output layer less often than others."""
     in_chunks = next_token(num_chunks=8)

@@ -104,7 +104,6 @@ def test_trls_parser_reads_a_yaml(tmp_path: Path) -> None:
             {"use_maximum_batch_size": True, "max_batch_size": 4},
             "max_batch_size=4 is below per_device_train_batch_size",
         ),
-        ({"noise_scale_every": 5}, "noise_scale_every=5 is for the torchtune recipes"),
         ({"save_every_n_steps": 5}, "save_every_n_steps=5 is for the torchtune recipes; in Trainer, set save_strategy"),
         ({"increase_every": 0.5}, "asked at the start of each epoch"),
         (

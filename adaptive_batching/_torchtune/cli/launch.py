@@ -32,7 +32,6 @@ from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.train.growing import resolve_increase
-from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.train.settings import read_settings, read_validation
 from adaptive_batching._torchtune.train.stock_keys import (
     check_components,
@@ -187,8 +186,6 @@ def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
     check_kinds(cfg)
     check_components(cfg)
     increase = resolve_increase(read_settings(cfg, warns=False))
-    if increase.noise_scale_every is not None:
-        check_that_noise_can_be_measured(cfg, increase.reader)
     check_validation(read_validation(cfg, warns=False), increase, recipe_class)
 
 

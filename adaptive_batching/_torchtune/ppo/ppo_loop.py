@@ -80,9 +80,9 @@ class PPOLoop:
         advantages, returns, *divergence = self._stock.judge(trajectory)
         start = time.perf_counter()
         numbers = [index_of(sample) for sample in samples]
-        steps, ran = self._learn(Experience(trajectory, advantages, returns, prompts.shape[1], numbers))
+        steps = self._learn(Experience(trajectory, advantages, returns, prompts.shape[1], numbers))
         of_learning = time.perf_counter() - start
-        schedule.take_step(torch.tensor(prompts.numel()))
+        schedule.take_step()
         self._hooks.global_step += len(steps)
         training.count_step(epoch)
         stats = PPOStats(*map(torch.stack, zip(*steps, strict=True)))
@@ -103,11 +103,11 @@ class PPOLoop:
             for failed, max_tokens in recovered:
                 watcher.recovery(epoch=epoch, step=training.global_step, failed=failed, max_tokens=max_tokens)
             watcher.step(epoch, training.global_step, len(samples), loss, rate, recoveries)
-        if training.record_step(loss, of_rollout + of_learning, ran):
+        if training.record_step(loss):
             self._show_total()
 
-    def _learn(self, experience: Experience) -> tuple[list[PPOStats], list[MicroBatch]]:
-        """Take all optimizer steps, in stock's order; return what came of each, and all micro-batches.
+    def _learn(self, experience: Experience) -> list[PPOStats]:
+        """Take all optimizer steps, in stock's order; return what came of each.
 
         DoesNotFitError if a single trajectory does not fit.
         """
@@ -116,25 +116,22 @@ class PPOLoop:
         objective.see(experience)
         in_step, in_backward = num_rows // stock.steps, num_rows // stock.parts
         stats: list[PPOStats] = []
-        all_ran: list[MicroBatch] = []
         for _ in range(stock.epochs):
             # From torch's global random state, which stock's checkpoints do not hold and ours do.
             order = torch.randperm(num_rows, device=self._host.device).tolist()
             for first in range(0, num_rows, in_step):
                 starts = range(first, first + in_step, in_backward)
-                sums, ran = self._take_step([objective.rows(order[at : at + in_backward]) for at in starts])
+                sums = self._take_step([objective.rows(order[at : at + in_backward]) for at in starts])
                 stats.append(PPOStats(loss=sums.loss, **sums.metrics))
-                all_ran += ran
-        return stats, all_ran
+        return stats
 
-    def _take_step(self, batches: list[list[Sample]]) -> tuple[Sums, list[MicroBatch]]:
+    def _take_step(self, batches: list[list[Sample]]) -> Sums:
         self._runner.begin()
         for batch in batches:
             self._runner.add([batch])
-        parts, results = zip(*self._runner.done, strict=True)
-        sums = reduce(operator.add, results)
+        sums = reduce(operator.add, (result for _, result in self._runner.done))
         with self._work.stepping():
             apply_gradients(self._host, sums)
         self._work.splitter.timer.read()
         self._runner.end()
-        return sums, list(parts)
+        return sums

@@ -86,7 +86,7 @@ class PPOSession:
             settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank,
             run_samples=run.samples, equal_parts=stock.parts, holds_gradients=stock.backwards > 1,
         )  # fmt: skip
-        check_that_splitting_is_exact(sizing, increase, self._batch_dependent)
+        check_that_splitting_is_exact(sizing, self._batch_dependent)
         compiling.prepare(host, sizes_vary=settings.grows or sizing.bounds_forwards)
 
         if sizing.probes:
@@ -107,7 +107,7 @@ class PPOSession:
         split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
         split_policy.size = size
 
-        growth = Growth(host, run, increase, controller, split_policy, stored)
+        growth = Growth(host, run, increase, controller, stored)
         self.settled = Settled(host, run, probed, split_policy, growth)
         self.settled.tell(report)
 
@@ -186,7 +186,7 @@ class PPOSession:
         rollout_work = RolloutWork(of_rollout, stock, self._batch_dependent, self._rollout_rows)
         rollout = Rollout(rollout_work, StepRunner(rollout_work, self._rollout_limit, recovers=recovers))
 
-        splitter = Splitter(host, split_policy, learns=schedule.decides_in_training)
+        splitter = Splitter(host, split_policy)
         work = TrainingWork(host, splitter, schedule, self._batch_dependent)
         largest_that_ran = 0 if settled is None else settled.probed.tokens
         runner = StepRunner(work, split_policy.limit, recovers=recovers, largest_that_ran=largest_that_ran)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.settings import read_settings
 from adaptive_batching._values import ConfigError, Explore, Fixed, divisors_of
 
@@ -36,12 +35,6 @@ def check_ppo_settings(cfg: DictConfig) -> None:
         raise ConfigError(
             f"save_every_n_steps={settings.save_every_n_steps} would save policy and value model to the same folders, "
             f"in output_dir={policy_dir!r}; set value_checkpointer.output_dir to another"
-        )
-    increase = resolve_increase(settings)
-    if increase.noise_scale_every is not None:
-        raise ConfigError(
-            f"the gradient noise scale, which {increase.reader} needs, is not measured in PPO; use an increase "
-            "function that does not read it, and leave noise_scale_every unset"
         )
     rows = cfg.ppo_batch_size // cfg.gradient_accumulation_steps
     if isinstance(size, Fixed) and not settings.resizes and rows % size.samples:

@@ -136,7 +136,6 @@ class Trajectories(Objective):
     and, where a response has ended, one more. So a part of a batch has two shares.
     """
 
-    sums_gradients = False
     saves_memory_by = frozenset()
 
     _seen: Experience

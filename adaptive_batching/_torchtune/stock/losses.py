@@ -275,8 +275,6 @@ class Preferences(Objective):
     frozen model the reference is the policy without its adapters.
     """
 
-    sums_gradients = False
-
     def __init__(self, parts: StockParts) -> None:
         self._collate, self._loss, self._activations = parts.collate, parts.loss, parts.activations
         self.frozen_models = () if parts.frozen is None else (parts.frozen,)

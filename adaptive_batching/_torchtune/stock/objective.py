@@ -77,9 +77,6 @@ class Objective(ABC):
     frozen_models: Sequence[nn.Module] = ()
     """Models that the loss also needs, such as a reference or a teacher. They hold memory and are not trained."""
 
-    sums_gradients = True
-    """True if the gradient of a step is a sum over tokens until it is divided, which measuring its noise takes."""
-
     saves_memory_by: frozenset[str] = frozenset({"offloading", "lora"})
     """Ways to save memory that recipes of this kind have, besides checkpointing of activations."""
 

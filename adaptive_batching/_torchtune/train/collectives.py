@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def collectives_of(
-    host: Host, settings: AdaptiveBatchingConfig, *, probes: bool, measures_noise: bool
+    host: Host, settings: AdaptiveBatchingConfig, *, probes: bool
 ) -> tuple[MicroBatchCollectives | None, str]:
     """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
     why = _why_not_possible(host)
@@ -28,16 +28,11 @@ def collectives_of(
             f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False and, to "
             "grow, adaptive_batching.max_batch_size"
         )
-    if why and measures_noise:
-        raise ConfigError(
-            f"the gradient noise scale cannot be measured on several devices: {why}. Leave noise_scale_every unset, "
-            "and use an increase function that does not need it"
-        )
     if why:
         if settings.recover_from_oom:
             log.warning("recovery from out-of-memory errors is off: %s", why)
         return None, why
-    if not settings.recover_from_oom and not probes and not measures_noise:
+    if not settings.recover_from_oom and not probes:
         return None, ""
     if not settings.enabled and (failure := host.ranks.connect()):
         # What asks for more than stock does cannot go on without; this can.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -65,11 +64,10 @@ def sum_over_ranks(sums: Sums, ranks: Ranks) -> Sums:
     return sums if ranks.size == 1 else sums.map(summed)
 
 
-def apply_gradients(host: Host, sums: Sums, before_clipping: Callable[[], None] = lambda: None) -> torch.Tensor | None:
+def apply_gradients(host: Host, sums: Sums) -> torch.Tensor | None:
     """Take the optimizer step on the gathered gradients, with the sums of all ranks, and drop them.
 
-    ``before_clipping`` is called when the mean gradient is complete. Returned is its norm before clipping, or None
-    where the config does not clip.
+    Returned is the norm of the mean gradient before clipping, or None where the config does not clip.
     """
     if host.steps_in_backward:
         return None  # done already, parameter by parameter
@@ -77,7 +75,6 @@ def apply_gradients(host: Host, sums: Sums, before_clipping: Callable[[], None] 
     divisor = host.objective.divisor(sums)
     if divisor is not None:
         training.scale_grads(host.model, host.ranks.size / divisor)  # FSDP has taken the mean over ranks
-    before_clipping()
     if host.clip_norm is not None:
         grad_norm = torch.nn.utils.clip_grad_norm_(host.model.parameters(), max_norm=host.clip_norm)
         if isinstance(grad_norm, DTensor):

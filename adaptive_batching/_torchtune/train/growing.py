@@ -5,65 +5,40 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
 from adaptive_batching._growth.controller import Accumulation, BatchController, Decision
-from adaptive_batching._growth.increase import IncreaseFunction, reads_noise_scale, resolve
+from adaptive_batching._growth.increase import IncreaseFunction, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
-from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._probe.sizing import Sizes
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.learning_rate import LearningRate
-from adaptive_batching._torchtune.train.noise_meter import NoiseMeter
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy
-from adaptive_batching._values import ByLength, ConfigError
 
 log = logging.getLogger(__name__)
-
-_STEPS_BETWEEN_MEASUREMENTS = 5
 
 
 @dataclass(frozen=True)
 class Increase:
-    """The settings of growth, the increase function that they name, and the measurements that it needs."""
+    """The settings of growth, and the increase function that they name."""
 
     settings: AdaptiveBatchingConfig
     name: str = ""
     function: IncreaseFunction | None = None
-    noise_scale_every: int | None = None
-    """Optimizer steps from one measurement of the gradient noise scale to the next; None for no measurement."""
-
-    @property
-    def reader(self) -> str:
-        """Name for messages of the setting that needs the noise scale."""
-        needs = self.function is not None and reads_noise_scale(self.function)
-        return self.name if needs else "adaptive_batching.noise_scale_every"
 
 
 def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
-    """Import the increase function of a config; one that decides on the global batch is refused where that is kept."""
-    every = settings.noise_scale_every if settings.enabled else None
+    """Import the increase function of a config."""
     if settings.batch_increase_function is None:
-        return Increase(settings, noise_scale_every=every)
-    name, function = resolve(settings.batch_increase_function)
-    if reads_noise_scale(function):
-        if settings.keep_global_batch:
-            raise ConfigError(
-                f"batch_increase_function={name!r} sets the global batch, but "
-                "adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
-            )
-        every = every or _STEPS_BETWEEN_MEASUREMENTS
-    return Increase(settings, name, function, every)
+        return Increase(settings)
+    return Increase(settings, *resolve(settings.batch_increase_function))
 
 
 def make_controller(
@@ -154,12 +129,6 @@ class _Interval:
     samples: int = 0
     loss: float = 0.0  # summed over samples
     val_loss: float | None = None  # of the last validation
-    # The first step of the run pays for one-time set-up. What follows counts the others alone.
-    timed_steps: int = 0
-    timed_samples: int = 0
-    forwards: int = 0
-    tokens: int = 0  # padded
-    seconds: float = 0.0
 
 
 class Growth:
@@ -173,15 +142,11 @@ class Growth:
         run: StockRun,
         increase: Increase,
         controller: BatchController,
-        split_policy: SplitPolicy,
         stored: Mapping[str, Any],
     ) -> None:
-        self._host, self._split_policy = host, split_policy
-        self._is_warm = False
+        self._host = host
         self.batch_schedule = _batch_schedule_of(host, run, increase.settings, controller)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
-        every = increase.noise_scale_every
-        self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
         stored = stored.get("growth", {})
         self._losses: list[float] = list(stored.get("losses", []))
         self._val_losses: list[float] = list(stored.get("val_losses", []))
@@ -192,13 +157,6 @@ class Growth:
         if within_epoch is not None:
             self.learning_rate.advance(self.batch_schedule.resume(run.first_epoch, within_epoch))
         self._resumes_epoch = within_epoch is not None
-        if self.noise is not None and "noise_scale" in stored:
-            self.noise.scale.load_state_dict(stored["noise_scale"])
-
-    @property
-    def decides_in_training(self) -> bool:
-        """True if the increase function is asked while the run trains, as one that wants to know seconds is."""
-        return not self.batch_schedule.controller.decides_early
 
     @property
     def global_batch_size(self) -> int:
@@ -227,24 +185,15 @@ class Growth:
         with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
             return self._host.loader.iter_from(self.batch_schedule.seen_in_epoch)
 
-    def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
-        """Move both schedules by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
-        shown = None if self.noise is None else self.noise.estimate(num_tokens, self.global_batch_size)
+    def take_step(self) -> None:
+        """Move both schedules by a step."""
         self.learning_rate.advance(self.batch_schedule.take_step())
-        return shown
 
-    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
+    def record_step(self, loss: float) -> Decision | None:
         """Take note of a step that is over, and return what is decided for those that follow, if anything is."""
         interval, window = self._interval, self.batch_schedule.window
         interval.samples += window
         interval.loss += loss * window
-        if self._is_warm:
-            interval.timed_steps += 1
-            interval.timed_samples += window
-            interval.forwards += len(micro_batches)
-            interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
-            interval.seconds += seconds
-        self._is_warm = True
         decision = self.batch_schedule.decide_if_due(self._observe)
         return None if decision is None else self._applied(decision)
 
@@ -260,13 +209,7 @@ class Growth:
         """Return what is logged in addition to stock's metrics."""
         values: dict[str, float] = {"batch_size": self.batch_schedule.controller.batch_size}
         values["global_batch_size"] = self.global_batch_size
-        if self._noise_scale is not None:
-            values["gradient_noise_scale"] = self._noise_scale
         return values
-
-    @property
-    def _noise_scale(self) -> float | None:
-        return None if self.noise is None else self.noise.scale.samples
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -276,7 +219,6 @@ class Growth:
             "losses": self._losses,
             "val_losses": self._val_losses,
             "interval": dataclasses.asdict(self._interval),
-            **({} if self.noise is None else {"noise_scale": self.noise.scale.state_dict()}),
         }
 
     def _applied(self, decision: Decision) -> Decision:
@@ -296,39 +238,7 @@ class Growth:
             self._losses.append(interval.loss / interval.samples)
         if interval.val_loss is not None:
             self._val_losses.append(interval.val_loss)
-        return {
-            "losses": tuple(self._losses),
-            "val_losses": tuple(self._val_losses),
-            "noise_scale": self._noise_scale,
-            "seconds_per_step": self._seconds_per_step(interval),
-        }
-
-    def _seconds_per_step(self, interval: _Interval) -> Callable[[int], float] | None:
-        """Return batch size -> seconds of an optimizer step, or None while that is not known.
-
-        A step takes a fixed time, for the optimizer, and one for each forward and backward and for each token of it.
-        """
-        line = self._split_policy.cost.line()
-        if line is None or line[1] == 0 or interval.timed_steps == 0:  # where a token takes nothing, none is foreseen
-            return None
-        per_forward, per_token = line
-        tokens_per_sample = interval.tokens / interval.timed_samples
-        tokens_per_forward = interval.tokens / interval.forwards
-        in_forwards = interval.forwards * per_forward + interval.tokens * per_token
-        fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
-        accumulation = self.batch_schedule.controller.accumulation
-        by_length = isinstance(self._split_policy.size, ByLength)
-
-        def seconds_at(batch_size: int) -> float:
-            window = accumulation.window(batch_size)
-            if by_length:
-                forwards = math.ceil(window * tokens_per_sample / tokens_per_forward)
-            else:
-                per_batch = math.ceil(batch_size / (self._split_policy.most_samples or batch_size))
-                forwards = accumulation.batches_at(batch_size) * per_batch
-            return fixed + forwards * per_forward + window * tokens_per_sample * per_token
-
-        return seconds_at
+        return {"losses": tuple(self._losses), "val_losses": tuple(self._val_losses)}
 
 
 class StockSchedule:
@@ -337,8 +247,7 @@ class StockSchedule:
     Methods are those of ``Growth`` and ``BatchSizeSchedule``.
     """
 
-    adapts = decides_in_training = False
-    noise = None
+    adapts = False
     global_batch_size = 0
 
     def __init__(self, host: Host, run: StockRun, total_steps: int | None = None) -> None:
@@ -368,13 +277,13 @@ class StockSchedule:
     def batches(self) -> Iterator[list[Sample]]:
         return iter(self._loader)
 
-    def take_step(self, num_tokens: torch.Tensor) -> None:
+    def take_step(self) -> None:
         if self._scheduler is not None:
             self._scheduler.step()
         self._steps += 1
         self.steps_in_epoch += 1
 
-    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> None: ...
+    def record_step(self, loss: float) -> None: ...
 
     def note_validation(self, loss: float) -> None: ...
 

@@ -45,7 +45,6 @@ class TrainingLoop:
     ) -> None:
         self.training = training
         self._host, self._run, self._schedule = training.host, training.run, training.schedule
-        self._noise = training.schedule.noise
         self._work, self._runner, self._validation = work, runner, validation
         self._costs: StepCosts | None = None
         self._start_window()
@@ -95,10 +94,8 @@ class TrainingLoop:
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
-            step = self.training.global_step
-            self._host.objective.begin_step(step, self._schedule.batch_schedule.accumulation * len(batch))
-            if self._noise is not None:
-                self._noise.start_step(step)
+            samples = self._schedule.batch_schedule.accumulation * len(batch)
+            self._host.objective.begin_step(self.training.global_step, samples)
             self._runner.begin()  # last: what has begun stays where samples run again
         self._window.append(batch)
         if not self._work.together:
@@ -113,14 +110,10 @@ class TrainingLoop:
         if not host.steps_in_backward:  # which sums them before
             sums = sum_over_ranks(sums, host.ranks)
         with self._work.stepping():
-            see_gradient = (lambda: None) if self._noise is None else self._noise.see_gradient
-            grad_norm = apply_gradients(host, sums, see_gradient)
+            grad_norm = apply_gradients(host, sums)
         self._work.splitter.timer.read()
         self._runner.end()
-        shown = schedule.take_step(sums.tokens)
-        if shown is not None and self._noise is not None:
-            for watcher in training.watchers:
-                watcher.noise(training.global_step + 1, shown, self._noise.scale.samples)
+        schedule.take_step()
         training.count_step(epoch)
 
         loss = host.objective.mean_loss(sums)
@@ -151,7 +144,7 @@ class TrainingLoop:
         # A decision on the next size may read the validation's loss.
         if self._validation is not None and self._validation.is_due(training.global_step):
             self._validate(epoch, self._validation)
-        if schedule.adapts and training.record_step(float(loss), seconds, parts):
+        if schedule.adapts and training.record_step(float(loss)):
             progress.total = schedule.batch_schedule.steps_per_epoch
         self._start_window()
 

@@ -65,7 +65,6 @@ class CacheInputs:
     """Facts of a run, besides its model and data, that the memory of a step depends on."""
 
     cfg: DictConfig
-    measures_noise: bool = False
     resumes: bool = False  # a run goes on: what it has trained with stays while it fits
     stored: StoredProbe | None = None  # by the run that is resumed
 
@@ -156,12 +155,11 @@ class Probe:
         return samples if most is None else min(samples, most * self.run.window)
 
 
-def sizing_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, measures_noise: bool = False) -> Sizing:
+def sizing_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> Sizing:
     """Return what the settings ask of a probe in a run that stock has laid out."""
-    in_halves = measures_noise and host.num_replicas == 1
     return size_up(
         settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank,
-        run_samples=run.samples, holds_gradients=in_halves,
+        run_samples=run.samples,
     )  # fmt: skip
 
 
@@ -216,7 +214,6 @@ def cached_probe(
     run = {
         **cache_inputs.config(),
         **facts,
-        "measures_noise": cache_inputs.measures_noise,
         "packed": is_packed(host.loader.dataset),
     }
     models = {str(index): described(model) for index, model in enumerate(host.models)}

@@ -27,7 +27,6 @@ from adaptive_batching._torchtune.stock.loading import replaced_in_torchtune
 from adaptive_batching._torchtune.stock.losses import next_token
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 from adaptive_batching._torchtune.train.growing import resolve_increase
-from adaptive_batching._torchtune.train.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
 from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
@@ -102,8 +101,6 @@ class AdaptiveBatching:
         if self._settings.enabled and cfg.device == "cpu":
             keep_little_on_the_host()
         self._increase = resolve_increase(self._settings)
-        if self._increase.noise_scale_every is not None:
-            check_that_noise_can_be_measured(cfg, self._increase.reader)
         self._validation = read_validation(cfg)
         check_validation(self._validation, self._increase, type(self))
         self._validation_loader: SampleLoader | None = None
@@ -153,8 +150,7 @@ class AdaptiveBatching:
         self._session, self.global_step = session, session.run.first_step
 
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
-        measures_noise, stored = self._increase.noise_scale_every is not None, self._stored
-        return CacheInputs(cfg, measures_noise, resumes=bool(stored), stored=stored_probe_in(stored))
+        return CacheInputs(cfg, resumes=bool(self._stored), stored=stored_probe_in(self._stored))
 
     def train(self) -> None:
         assert self._session is not None, "set up first"

@@ -40,7 +40,7 @@ from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._torchtune.train.validating import HeldOut, Validation
-from adaptive_batching._values import ByLength, ConfigError, Explore
+from adaptive_batching._values import ByLength, Explore
 
 log = logging.getLogger(__name__)
 
@@ -80,25 +80,19 @@ class Session:
         """Decide all that is decided before training: what fits, how batches are split, how they grow."""
         host, run, settings, increase = self.host, self.run, self.settings, self.increase
         report, stored, split_policy = self._report, self._stored, self.split_policy
-        measures_noise = cache_inputs.measures_noise
-        sizing = sizing_of(host, run, settings, measures_noise=measures_noise)
+        sizing = sizing_of(host, run, settings)
 
         if report is not None:
             host.objective.leave_stock()
             host.objective.equalize_collectives()
         if host.ranks.size > 1:
-            collectives, why_not = collectives_of(host, settings, probes=sizing.probes, measures_noise=measures_noise)
+            collectives, why_not = collectives_of(host, settings, probes=sizing.probes)
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
         before_memory_is_short(host, settings)
         if report is None:
             return
 
-        if increase.noise_scale_every is not None and not host.objective.sums_gradients:
-            raise ConfigError(
-                f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; use an "
-                "increase function that does not read it, and leave noise_scale_every unset"
-            )
-        check_that_splitting_is_exact(sizing, increase, self._batch_dependent)
+        check_that_splitting_is_exact(sizing, self._batch_dependent)
         if isinstance(settings.micro_batch_size, (ByLength, Explore)) and not settings.padding:
             self.host = host = lay_end_to_end(host)
         compiling.prepare(host, sizes_vary=settings.grows or sizing.bounds_forwards)
@@ -118,7 +112,7 @@ class Session:
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, ByLength))
         split_policy.size = size
 
-        growth = Growth(host, run, increase, controller, split_policy, stored)
+        growth = Growth(host, run, increase, controller, stored)
         self.settled = Settled(host, run, probed, split_policy, growth)
         self.settled.tell(report)
 
@@ -131,7 +125,7 @@ class Session:
         self._training = training = TrainingRun(host, run, hooks, schedule, settings, watchers)
         recovers = settings.recover_from_oom
 
-        splitter = Splitter(host, split_policy, learns=schedule.decides_in_training)
+        splitter = Splitter(host, split_policy)
         together = isinstance(split_policy.size, ByLength)
         work = TrainingWork(host, splitter, schedule, self._batch_dependent, together=together)
         # Uncompiled, flex attention holds a whole matrix of scores; what has stepped in its backward cannot run again.

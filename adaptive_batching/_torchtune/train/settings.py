@@ -21,7 +21,7 @@ from adaptive_batching._values import ConfigError, Fixed, Whole, require_positiv
 log = logging.getLogger(__name__)
 
 _OF_GROWTH = ["increase_every", "grow_during_warmup", "grow_beyond_memory"]
-_OF_ANY = ["lr_scaling", "noise_scale_every", "keep_global_batch"]
+_OF_ANY = ["lr_scaling", "keep_global_batch"]
 FIELDS = (*TOP_LEVEL, "adaptive_batching")
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
 

@@ -18,7 +18,7 @@ from adaptive_batching._probe.does_not_fit import require_room
 from adaptive_batching._probe.sizing import Sizing
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.stock.host import Host, StockRun
-from adaptive_batching._torchtune.train.growing import Growth, Increase
+from adaptive_batching._torchtune.train.growing import Growth
 from adaptive_batching._torchtune.train.probing import Probed
 from adaptive_batching._torchtune.train.recipe_work import parallel_of
 from adaptive_batching._torchtune.train.splitting import SplitPolicy
@@ -90,21 +90,12 @@ def before_memory_is_short(host: Host, settings: AdaptiveBatchingConfig) -> None
     tqdm(disable=True).close()
 
 
-def check_that_splitting_is_exact(
-    sizing: Sizing, increase: Increase, batch_dependent: Callable[[], str | None]
-) -> None:
+def check_that_splitting_is_exact(sizing: Sizing, batch_dependent: Callable[[], str | None]) -> None:
     """Refuse to split the batches of a model that computes over the batch dimension."""
-    if sizing.splits:
-        what, remedy = f"micro_batch_size={sizing.settings.micro_batch_size}", "leave micro_batch_size unset"
-        if sizing.settings.micro_batch_size == Whole():
-            what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
-    elif increase.noise_scale_every is not None:
-        what = f"measuring the gradient noise scale, for {increase.reader},"
-        remedy = "take an increase function that does not read it, and leave noise_scale_every unset"
-    else:
-        return
-    module = batch_dependent()
-    if module is not None:
+    what, remedy = f"micro_batch_size={sizing.settings.micro_batch_size}", "leave micro_batch_size unset"
+    if sizing.settings.micro_batch_size == Whole():
+        what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
+    if sizing.splits and (module := batch_dependent()) is not None:
         raise ConfigError(
             f"{what} would change the result: {module} computes over the batch, so its parts do not add up; {remedy}"
         )

@@ -106,15 +106,12 @@ class Splitter:
         if self.sharing is not None:
             self.sharing.begin_step()
 
-    def split(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
-        """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
-
-        With ``in_order`` samples keep their order where memory is short as well, so that all parts are drawn alike.
-        """
-        parts = self._parts(batch, min_parts, in_order=in_order)
+    def split(self, batch: list[Sample]) -> list[MicroBatch]:
+        """Return micro-batches with the gradient of ``batch``."""
+        parts = self._parts(batch)
         in_parts = self._split_policy.most_samples is not None or self.limit.max_tokens is not None
         # Otherwise every rank has one part, or as many as sizes have been compiled.
-        in_parts = in_parts or isinstance(self._split_policy.size, ByLength) or len(parts) > 1 or min_parts > 1
+        in_parts = in_parts or isinstance(self._split_policy.size, ByLength) or len(parts) > 1
         in_parts = in_parts or (self._compiled_sizes is not None and not self._split_policy.is_stock)
         self.may_differ = in_parts
         return self.of_lists(parts)
@@ -154,14 +151,6 @@ class Splitter:
             return None
         return Fraction(self._objective.weight_of(counts), counts.terms)
 
-    def split_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
-        """Return the micro-batches of up to ``first`` samples of ``window``, and of the rest; none without targets."""
-        self.may_differ = True
-        group, *others = _of_equal_share(window, self._objective)
-        apart, rest = self._weighted([self._parts(group[:first]), self._parts(group[first:]) if group[first:] else []])
-        rest += [micro_batch for other in others for micro_batch in self.of_lists(self._parts(other))]
-        return [apart, rest]
-
     def of_lists(self, lists: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a batch of its own that has these parts."""
         return [self._micro_batch(lists[0])] if len(lists) == 1 else self._weighted([lists])[0]
@@ -193,10 +182,9 @@ class Splitter:
         row = self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens))
         return replace(rule, max_tokens=min(row, rule.max_tokens))  # also above the sum: others' samples may come
 
-    def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
+    def _parts(self, batch: list[Sample]) -> list[list[Sample]]:
         sizes, limit = self._sizes(batch), self.limit.max_tokens
-        rule = self._rule(sizes)
-        split = split_samples(sizes, rule, limit, in_order=in_order, min_parts=min_parts, pads=not self._makes_rows)
+        split = split_samples(sizes, self._rule(sizes), limit, pads=not self._makes_rows)
         if (known := self._compiled_sizes) is not None:
             pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
             if len(pieces) > len(split) and not self._said_that_sizes_are_few:

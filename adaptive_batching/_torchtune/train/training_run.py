@@ -15,7 +15,6 @@ from adaptive_batching._probe.does_not_fit import within_memory_limit
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.train.growing import Growth, StockSchedule
-from adaptive_batching._torchtune.train.splitting import MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +86,9 @@ class TrainingRun:
         self.global_step += 1
         self._note_progress(epochs_run=epoch)
 
-    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> bool:
+    def record_step(self, loss: float) -> bool:
         """Have the schedule take note of a step, and tell what changes; True if it has decided on what follows."""
-        decision = self.schedule.record_step(loss, seconds, micro_batches)
+        decision = self.schedule.record_step(loss)
         if decision is None:
             return False
         if decision.batch_size != decision.previous:

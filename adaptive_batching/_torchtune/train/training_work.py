@@ -18,7 +18,7 @@ from adaptive_batching._torchtune.train.splitting import MicroBatch, Splitter, s
 class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
     """Forward and backward of the batches of an optimizer step.
 
-    With ``together`` the samples of all batches are sorted and split together; ``schedule`` says if noise is measured.
+    With ``together`` the samples of all batches are sorted and split together.
     """
 
     def __init__(
@@ -42,21 +42,11 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
     def split(self, groups: Sequence[list[list[Sample]]], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
         batches = [batch for group in groups for batch in group]
         self._last = batches[0]
-        noise = self._schedule.noise
-        if noise is not None and not noise.measures:
-            noise = None
-        apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and self.together else 0
-        if noise is not None and apart:
-            first, rest = self.splitter.split_apart(batches, apart)
-            yield first
-            noise.see_part(first)
-            yield rest
-        elif self.together:
+        if self.together:
             yield self.splitter.split_together(batches)
         else:
-            min_parts = 1 if noise is None else noise.min_parts(self._schedule.batch_schedule.accumulation)
             for self._last in batches:
-                yield self.splitter.split(self._last, min_parts, in_order=noise is not None)
+                yield self.splitter.split(self._last)
 
     def tokens(self, samples: list[Sample]) -> int:
         return self.splitter.tokens(samples)
@@ -80,11 +70,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
 
     @contextlib.contextmanager
     def _around(self, part: MicroBatch) -> Iterator[None]:
-        noise = self._schedule.noise
-        if _snapshot.rehearsing:  # as in an audit
-            yield
-            return
-        with self.splitter.timed(part), contextlib.nullcontext() if noise is None else noise.watch(part):
+        with contextlib.nullcontext() if _snapshot.rehearsing else self.splitter.timed(part):  # as in an audit
             yield
 
     def num_retries(self) -> int:
@@ -94,8 +80,6 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
     def put_back(self) -> None:
         super().put_back()
         self.splitter.timer.forget()
-        if self._schedule.noise is not None:
-            self._schedule.noise.forget()
 
     def shorter(self, part: MicroBatch) -> str:
         is_split = self._host.steps_in_backward and self.splitter.limit.max_tokens is not None
