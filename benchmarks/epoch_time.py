@@ -51,7 +51,7 @@ from torchtune import config
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.find import find_largest
-from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._torchtune.cli.quickstart import build
 from adaptive_batching._torchtune.train import probing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adaptive_batching._memory import memory_meter
-from adaptive_batching._step.forward_cost import ForwardCost
+from adaptive_batching._step.row_size import RowSize
 
 
 def time_epoch(recipe: Any) -> dict[str, Any]:
@@ -48,12 +48,12 @@ class Noted:
                 self.real += int((tokens != pad_id).sum())
                 self.forwards += 1
 
-        def observe(cost: ForwardCost, tokens: int, seconds: float) -> None:
+        def observe(rows: RowSize, tokens: int, seconds: float) -> None:
             self.seconds_in_forwards += seconds
-            original(cost, tokens, seconds)
+            original(rows, tokens, seconds)
 
-        original = ForwardCost.observe
-        ForwardCost.observe = observe  # type: ignore[method-assign, assignment]
+        original = RowSize.observe
+        RowSize.observe = observe  # type: ignore[method-assign, assignment]
         recipe._model.register_forward_pre_hook(count, with_kwargs=True)
         recipe._metric_logger.log_dict = lambda payload, step: self.losses.append(float(payload["loss"]))
         recipe._optimizer.step = self._timed(recipe._optimizer.step, "seconds_in_optimizer")

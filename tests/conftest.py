@@ -232,7 +232,7 @@ probes_by_speed = False
 
 def all_that_fits() -> contextlib.AbstractContextManager[Any]:
     """Have probes look for all that fits: how large a forward has to be depends on the speed of the machine."""
-    from adaptive_batching._step.forward_cost import ForwardTimes
+    from adaptive_batching._step.forward_times import ForwardTimes
 
     return mock.patch.object(ForwardTimes, "enough", lambda self: None)
 

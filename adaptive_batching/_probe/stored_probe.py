@@ -68,9 +68,6 @@ class StoredProbe:
     tokens: int = 1
     """Of each sample in the probe."""
 
-    forward_cost: int | None = None
-    """Tokens that take as long to compute as a forward takes on top; None if the probe has not told."""
-
     @property
     def samples(self) -> int:
         """The largest forward that is known to fit and of use, in samples as long as those of the probe."""

@@ -51,7 +51,7 @@ class SampleCost:
 
     @classmethod
     def of_model(cls, hidden_size: int) -> SampleCost:
-        """Return the cost in tokens until it is measured, by the operations of a transformer's layer.
+        """Return the cost in tokens, by the operations of a transformer's layer.
 
         For ``s`` tokens these are in proportion to ``s * (1 + s / (6 * hidden_size))`` (Narayanan et al. 2021,
         https://arxiv.org/abs/2104.04473, equation 3, without the output layer).

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._step.attention_cost import AttentionCost, Size, size_of_part
 from adaptive_batching._step.share import SampleCost, Share, share_out
 from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._values import first_line
@@ -38,7 +37,7 @@ class Sharing:
 
     Args:
         ranks: That train together, each with samples of its own.
-        model: That they train; its width says what attention costs until that is measured.
+        model: That they train; its width says what attention costs.
         waits: True if ranks wait for each other in every forward, so that each seems to be as fast as the slowest.
     """
 
@@ -48,8 +47,6 @@ class Sharing:
 
         self._ranks, self._model, self._waits = ranks, model, waits
         self._cost = SampleCost.of_model(hidden_size(model))
-        self._attention = AttentionCost(self._cost.per_token_squared)
-        self._at_once: dict[Size, list[Size]] = {}  # by the size of a part of the last step, those of all in its turn
         self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds for the work of a token, in forwards of this rank
         self._said_that_weights_differ = self._said_that_dropout_differs = False
         self._can_send = True
@@ -84,30 +81,27 @@ class Sharing:
             weight: Of a sample in the gradient, by any measure, which has to be equal on all ranks; None if samples of
                 this rank have different ones.
             limit: Most tokens of a part; the least of all ranks counts.
-            forward_cost: Tokens that take as long to compute as a forward takes on top.
+            forward_cost: Tokens that take as long to compute as a forward takes on top; the same on all ranks.
             pads: False if samples are laid end to end.
         """
         self.last = None
         if not self._can_send:
             return None
-        learned = (forward_cost, self._attention.per_token_squared, self._pace())
-        of_ranks = self._ranks.gather((list(lengths), weight, limit, *learned))
-        lengths_of_ranks, weights, limits, fixed, squares, paces = map(list, zip(*of_ranks, strict=True))
+        of_ranks = self._ranks.gather((list(lengths), weight, limit, self._pace()))
+        lengths_of_ranks, weights, limits, paces = map(list, zip(*of_ranks, strict=True))
         if None in weights or len(set(weights)) > 1:
             if not self._said_that_weights_differ:
                 self._said_that_weights_differ = True
                 log.info("samples stay on the ranks that have drawn them: they weigh more on one than on another")
             return None
-        self._cost = replace(self._cost, fixed=max(fixed), per_token_squared=statistics.fmean(squares))
-        limit = min(limits, key=_or_infinite)
-        share = share_out(lengths_of_ranks, self._cost, _speeds(paces), limit, pads=pads)
+        limit, cost = min(limits, key=_or_infinite), replace(self._cost, fixed=forward_cost)
+        share = share_out(lengths_of_ranks, cost, _speeds(paces), limit, pads=pads)
         if not all(map(any, share.parts)):  # a rank that computes nothing has no loss to tell
             return None
         received = self._send(samples, share) if share.num_moved else {}
         if received is None:
             return None
         self.last = share
-        self._at_once = self._sizes_of_turns(share, lengths_of_ranks, pads=pads)
         if share.num_moved and not self._said_that_dropout_differs and has_dropout(self._model):
             self._said_that_dropout_differs = True
             log.info(
@@ -118,20 +112,8 @@ class Sharing:
 
     def observe(self, lengths: Sequence[int], seconds: float, *, pads: bool) -> None:
         """Take note of a forward and backward of samples of these lengths on this rank."""
-        size = size_of_part(lengths, pads=pads)
         if not self._waits:
             self._paces.append(seconds / replace(self._cost, fixed=0).of_part(lengths, pads=pads))
-            self._attention.observe([size], seconds)
-        elif size in self._at_once:
-            self._attention.observe(self._at_once[size], seconds)
-
-    def _sizes_of_turns(self, share: Share, lengths: Sequence[Sequence[int]], *, pads: bool) -> dict[Size, list[Size]]:
-        """Return the sizes of the parts that all ranks run at the same time, by that of this rank's."""
-        sizes = [
-            [size_of_part([lengths[home][index] for home, index in part], pads=pads) for part in turns]
-            for turns in share.parts
-        ]
-        return {turn[self._ranks.rank]: list(turn) for turn in zip(*sizes, strict=True)}
 
     def _pace(self) -> float | None:
         return None if len(self._paces) < _RECENT // 4 else statistics.median(self._paces)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 Split = list[list[int]]  # parts, of indices into the samples; together they hold every index once
 
-# Fixed cost of a forward and backward, in tokens, until it has been measured: launching the kernels of a model takes
-# some tens of milliseconds, in which the device could compute some hundreds of tokens more.
+# Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
+# which the device could compute some hundreds of tokens more.
 FORWARD_COST = 512
 _IN_LAST_PLACE = 16  # samples at the most
 

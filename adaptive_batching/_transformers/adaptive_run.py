@@ -32,7 +32,6 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
 from adaptive_batching._snapshot import draws_put_back
 from adaptive_batching._step.row_size import first_row
-from adaptive_batching._step.split import FORWARD_COST
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
@@ -323,9 +322,8 @@ class AdaptiveRun:
         self.schedule = plan_epochs(decide, data.num_batches, accumulated, length, min(configured, samples))
         if sizing.probes and not sizing.bounds_batch:  # the step stays as it is: how it is split is left
             forwards = sizing.of_forwards(max(self.schedule.sizes) * accumulated)
-            cost = self._find(forwards.request, data, step).forward_cost
+            self._find(forwards.request, data, step)
             step.max_tokens = self.max_tokens
-            step.forward_cost = FORWARD_COST if cost is None else cost
         if self.probe is not None:
             step.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None:
@@ -455,7 +453,7 @@ class AdaptiveRun:
             lambda: taken_again(known.stored, now, request.upper, available, stays=known.is_resumed, source=source)
         )
         if stored is None:
-            start, cost = time.perf_counter(), None
+            start = time.perf_counter()
             tokens, mean, *extremes = data.extremes
             if request.may_stop_early:
                 step.times.samples_left = sum(each.samples for each in self.planned()) / ranks.size * mean / tokens
@@ -464,12 +462,8 @@ class AdaptiveRun:
             folder = Path(trainer.args.output_dir)
             result = probe(trainer, step, extremes, settings, request, ranks=ranks, scratch=folder)
             self.waited = time.perf_counter() - start
-            if request.may_stop_early:
-                samples = step.times.in_samples()  # that take as long as a forward takes on top, here
-                is_known, most = ranks.all(samples is not None), ranks.largest(samples or 0.0)
-                cost = round(most * tokens) if is_known else None
             now = dataclasses.replace(now, run={**now.run, "longest": tokens})
-            stored = StoredProbe(result, now, request.upper, tokens, cost)
+            stored = StoredProbe(result, now, request.upper, tokens)
         self._known = dataclasses.replace(known, stored=stored, is_resumed=False)
         return stored
 

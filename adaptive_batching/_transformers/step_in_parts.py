@@ -25,13 +25,13 @@ from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._snapshot import StepState, draws_put_back, rehearsal
 from adaptive_batching._step.audit import Audit, GradientsDifferError
 from adaptive_batching._step.data_parallel import DataParallel
-from adaptive_batching._step.forward_cost import ForwardCost, ForwardTimes
 from adaptive_batching._step.forward_timer import ForwardTimer
+from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
-from adaptive_batching._step.split import FORWARD_COST, SplitRule, split_samples
+from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -119,9 +119,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.times = ForwardTimes()
         """Of forwards and backwards of a probe."""
 
-        self.forward_cost: float = FORWARD_COST
-        """Tokens that take as long to compute as a forward takes on top, until training has shown it."""
-
         self.models = sharded_models(trainer)
         """Models that are sharded."""
 
@@ -150,7 +147,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._label: str | None = None  # the field of a sample that is its only target
         self._has_warned = False  # that some samples do not make a row
         self._row_size = RowSize(first_row(trainer.args.device.type))
-        self._cost = ForwardCost()
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
         self._attention = RowAttention(trainer.model)
@@ -453,9 +449,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         lengths, rule = self.lengths(samples), self._rule(samples, max_tokens)
         limits = [limit for limit in (rule.max_tokens, max_tokens) if limit is not None]
         weight = self._weight_of_sample(samples)
-        parts = sharing.parts(
-            samples, lengths, weight, min(limits, default=None), forward_cost=rule.forward_cost, pads=self.pads
-        )
+        parts = sharing.parts(samples, lengths, weight, min(limits, default=None), pads=self.pads)
         self._num_drawn = None if parts is None else weight
         return parts
 
@@ -550,8 +544,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return SplitRule()
         if self.in_rows:
             limits.append(self._row_size.tokens(min(self.tokens(samples), *limits)))
-        cost = self._cost.in_tokens(self.forward_cost)
-        return SplitRule(max_tokens=min(limits), forward_cost=min(cost, *limits))
+        return SplitRule(max_tokens=min(limits))
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self.kind.takes_number:
@@ -602,7 +595,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
 
     def _observe(self, part: Part, seconds: float) -> None:
-        self._cost.observe(part.tokens, seconds)
         if self.in_rows:
             self._row_size.observe(part.tokens, seconds)
         if self.sharing is not None:

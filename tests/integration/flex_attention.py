@@ -73,7 +73,7 @@ def main() -> None:
     prepare()
     from torchtune._cli.tune import main as tune
 
-    from adaptive_batching._step.forward_cost import ForwardTimes
+    from adaptive_batching._step.forward_times import ForwardTimes
     from adaptive_batching._torchtune.train.loop import TrainingLoop
 
     # How large a forward has to be depends on the speed of the machine: this is to see what fits.

@@ -11,7 +11,7 @@ import pytest
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe.does_not_fit import require_room
-from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._torchtune.train.growing import what_keeps_global_batch
 from adaptive_batching._values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights

@@ -37,6 +37,7 @@ from adaptive_batching._ranks import agree
 from adaptive_batching._step import sharing
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.share import share_out
+from adaptive_batching._step.split import SplitRule
 from adaptive_batching._torchtune.train import splitting
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.probing import Probe
@@ -203,12 +204,17 @@ def runs_as_stock(run: Runner) -> None:
     run("full", "in_backward_probe", *in_backward, "use_maximum_batch_size=True")
 
 
+def forwards_that_cost(tokens: int) -> Any:
+    """Have a forward cost as much as so many tokens."""
+    return mock.patch.object(splitting, "SplitRule", partial(SplitRule, forward_cost=tokens))
+
+
 def runs_that_are_cut(run: Runner) -> None:
     """By a number, by length, and by running out of memory."""
     common = [*SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS))]
     run("full", "whole", *common)
     run("full", "cut_2", *common, "micro_batch_size=2")
-    with mock.patch.object(splitting, "FORWARD_COST", 16):  # so that these few steps are split
+    with forwards_that_cost(16):  # so that these few steps are split
         run("full", "cut_auto", *common, *BY_LENGTH)
     run("full", "recovered", *common, faults=list(FAULTS.values()))
 
@@ -352,7 +358,7 @@ def runs_of_short_samples(run: Runner) -> None:
     short = [*SGD, model("full"), ACCUMULATE, "batch_size=8"]
     short += ["dataset._component_=tests.integration.random_tokens.short_samples"]
     run("full", "whole", *short, "loss._component_=torch.nn.CrossEntropyLoss")
-    with mock.patch.object(splitting, "FORWARD_COST", 4):  # so that these few tokens are split
+    with forwards_that_cost(4):  # so that these few tokens are split
         for name, way in {"2": ["micro_batch_size=2"], "auto": BY_LENGTH}.items():
             faults = [{**each, "call": 2, "fits": 1} for each in (ONE_FORWARD, ONE_BACKWARD)]
             run("full", f"cut_{name}", *short, *in_chunks, *way)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adaptive_batching._probe.search import BY_FAR, SEARCHES, WORTH, Sizes, settle_for_enough
 from adaptive_batching._probe.sizes import Measurement, candidate_sizes
-from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.forward_times import ForwardTimes
 
 Peak = Callable[[int], float]
 

@@ -30,7 +30,7 @@ CONDITIONS = Conditions(
     model={"0": {"class": "Decoder", "parameters": 12}}, versions={"torch": "2.13.0"},
     devices={"name": "A", "ranks": 1},
 )  # fmt: skip
-FOUND = StoredProbe(RESULT, CONDITIONS, upper=64, tokens=128, forward_cost=7)
+FOUND = StoredProbe(RESULT, CONDITIONS, upper=64, tokens=128)
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"settings": {"round_to_power_of_two": False, "memory_limit": None}}, "settings.round_to_power_of_two: True -> F"),
     ({"run": {"optimizer": {"fused": False}, "dtype": "fp32"}}, "run.optimizer.fused: True -> False"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import nn
 
-from adaptive_batching._step.share import SampleCost
 from adaptive_batching._step.sharing import Sharing
 
 LENGTHS = [100] * 12
@@ -25,8 +23,8 @@ class OtherRank:
         self.told = told
 
     def gather(self, value: Any) -> list[Any]:
-        if isinstance(value, tuple) and len(value) == 6:
-            names = ("lengths", "weight", "limit", "forward_cost", "squares", "pace")
+        if isinstance(value, tuple) and len(value) == 4:
+            names = ("lengths", "weight", "limit", "pace")
             return [value, tuple(self.told.get(name, own) for name, own in zip(names, value, strict=True))]
         return [value, value]
 
@@ -69,30 +67,11 @@ def test_a_rank_that_is_measured_to_be_faster_computes_more(
     assert samples_here(shared_with(seconds=seconds, waits=waits, pace=pace)) == expected
 
 
-def test_ranks_share_out_by_what_attention_costs_on_all_of_them() -> None:
+def test_ranks_share_out_by_what_attention_costs_in_a_model_of_this_width() -> None:
     """The other has a sample of as many tokens as six of this rank."""
-    model, lengths = nn.Embedding(9, 6400), [600, *[100] * 6]
-    assert samples_here(shared_with(model=model, lengths=lengths)) == 12
-    assert samples_here(shared_with(model=model, lengths=lengths, squares=0.01)) > 12
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_what_attention_costs_is_learned_from_parts_that_are_shared_out(waits: bool) -> None:
-    """Where ranks wait for each other, a part takes as long as the slowest one of its turn."""
-    chance, told = random.Random(0), OtherRank()
-    sharing = Sharing(told, nn.Embedding(9, 64), waits=waits)  # type: ignore[arg-type]
-    at_first = sharing._attention.per_token_squared
-    true = SampleCost(300.0, 1.0, 3 * at_first)
-    for _ in range(100):
-        lengths, told.told["lengths"] = ([chance.choice((5, 20, 200)) for _ in range(12)] for _ in range(2))
-        sharing.parts([None] * 12, lengths, 1.0, None, pads=False)
-        assert sharing.last is not None
-        of_ranks = [
-            [(lengths, told.told["lengths"])[home][index] for home, index in own] for [own] in sharing.last.parts
-        ]
-        seconds = [true.of_part(own) for own in of_ranks]
-        sharing.observe(of_ranks[0], max(seconds) if waits else seconds[0], pads=False)
-    assert sharing._attention.per_token_squared == pytest.approx(3 * at_first, rel=0.1)
+    lengths = [600, *[100] * 6]
+    assert samples_here(shared_with(model=nn.Embedding(9, 6400), lengths=lengths)) == 12
+    assert samples_here(shared_with(model=nn.Embedding(9, 16), lengths=lengths)) > 12
 
 
 @pytest.mark.parametrize("told", [{"weight": 2.0}, {"weight": None}], ids=str)
@@ -127,7 +106,7 @@ def test_where_samples_move_it_is_said_once_that_dropout_draws_otherwise(
 
 
 def test_a_step_that_is_not_shared_out_has_no_balance() -> None:
-    """As one whose noise is measured, for which no rank is asked."""
+    """As one whose samples weigh otherwise on another rank."""
     sharing = shared_with()
     assert len(sharing.balance) == 3
     sharing.begin_step()

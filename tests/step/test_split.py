@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import json
-import math
 import random
-from collections.abc import Callable
 from itertools import chain, combinations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import (
     Split,
@@ -160,28 +155,6 @@ def test_a_padded_length_comes_in_all_chunks(length: int, num_chunks: int) -> No
     assert length < num_chunks * (num_chunks - 1) or padded == length
 
 
-@pytest.mark.parametrize("compiled_at", [3, 4, 5, 30, None])
-@pytest.mark.parametrize("tokens", [100, 1000, 4000])
-def test_the_cost_of_a_forward_is_found_and_what_was_compiled_is_no_measurement(
-    compiled_at: int | None, tokens: int
-) -> None:
-    """A minute of compiling, wherever it falls, must not be taken for the cost of a forward, nor for none."""
-    cost, generator = ForwardCost(), random.Random(1)
-    noise = 0.1 if compiled_at is None else 0.0
-    assert cost.in_tokens(default=7.0) == 7.0
-    for step in range(200 if noise else 40):
-        sampled = tokens if step == compiled_at else generator.randint(100, 4000)
-        seconds = (0.02 + 1e-5 * sampled) * generator.uniform(1 - noise, 1 + noise)
-        # the first ones pay for warming up
-        cost.observe(sampled, seconds + (60 if step == compiled_at else 5 if step < 3 else 0))
-    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.2 if noise else 0.01)
-    again = ForwardCost()  # as stored
-    again.load_state_dict(json.loads(json.dumps(cost.state_dict())))
-    for each in (cost, again):
-        each.observe(5000, 0.7)
-    assert again.line() == cost.line() is not None
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(1, 8))
 def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_sizes: int) -> None:
@@ -194,21 +167,6 @@ def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_size
         known.update(parts)
     round_sizes = {factor << k for factor in (1, 3) for k in range(8)}
     assert len(known - round_sizes) <= max_sizes
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [(lambda n: (512, 0.1), 7.0), (lambda n: (100 + n, 1.0 / (100 + n)), math.inf)],
-    ids=["of one size", "falling"],
-)
-def test_where_larger_forwards_take_no_longer_few_are_best(
-    line: Callable[[int], tuple[int, float]], expected: float
-) -> None:
-    """As on a device that computes faster than it is told what to compute."""
-    cost = ForwardCost(warm_up=0)
-    for number in range(100):
-        cost.observe(*line(number))
-    assert cost.in_tokens(default=7.0) == expected
 
 
 def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +12,7 @@ import transformers
 from packaging.version import Version
 
 from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError
-from adaptive_batching._step import forward_timer
-from adaptive_batching._step.forward_cost import ForwardTimes
-from adaptive_batching._transformers import adaptive_run
+from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import strangers, trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, growing, losses, make_trainer, trained
@@ -52,23 +47,6 @@ def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     probe = ours.adaptive.probe
     assert [step.batch_size for step in probe.measurements] == [1, 2] and probe.enough == 36
     assert ours.adaptive.max_tokens == 36 * 24 and "larger ones would gain little" in str(ours.adaptive)
-    assert ours.adaptive.step.forward_cost == round(0.65 * 24), "a fixed time of 13 ms, and 20 for 24 tokens"
-    stock = trained(tmp_path / "stock", **settings)
-    assert_alike(ours, stock)
-
-
-def test_where_forwards_take_the_same_time_whatever_their_size_a_step_becomes_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU that computes a few thousand tokens faster than their kernels are launched."""
-    monkeypatch.setattr(ForwardTimes, "in_samples", lambda self: None)  # the probe could not tell
-    monkeypatch.setattr(adaptive_run, "FORWARD_COST", 1)  # so that these short samples are split at first
-    monkeypatch.setattr(forward_timer, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    settings: dict[str, Any] = dict(per_device_train_batch_size=16)
-    ours = trained(tmp_path / "ours", AdaptiveArguments(micro_batch_size="auto", padding=True), **settings)
-    lines = (tmp_path / "ours/adaptive_batching/report.jsonl").read_text().splitlines()
-    forwards = [line["forwards"] for line in map(json.loads, lines) if line["event"] == "step"]
-    assert forwards[0] > 4 and forwards[1:] == [1] * (len(forwards) - 1)
     stock = trained(tmp_path / "stock", **settings)
     assert_alike(ours, stock)
 

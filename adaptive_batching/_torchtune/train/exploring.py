@@ -17,7 +17,6 @@ from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.fastest import Exploration, NothingRanError, explore
-from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
@@ -56,7 +55,6 @@ def settle_micro_batch_size(
     if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
         log.info("micro_batch_size %s, found by the run being resumed", chosen)
         return _split_size(chosen)
-    split_policy.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
     meter = memory_meter(host.device)
     # A batch that grows is explored at the size that fills memory, as far as it can grow.
     batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
@@ -77,7 +75,7 @@ def _explore(
 ) -> Exploration:
     """Time each candidate on the same samples and find the fastest, for steps of so many ``batches`` of ``batch_size``.
 
-    Weights, gradients, random state and data order are left as they were; what a forward costs is learned.
+    Weights, gradients, random state and data order are left as they were.
     """
     most, dataset = split_policy.most_samples, host.loader.dataset
     assert most is not None, "explored without a probe"
@@ -87,11 +85,10 @@ def _explore(
         sizes.append(str(ByLength()))
     windows = _windows(dataset, batch_size, batches, host.ranks.rank)
     seen: list[list[list[Sample]]] = []
-    # One cost for all: what a forward of any candidate takes tells "auto" where to split.
     works = {}
     for size in sizes:
         policy = replace(split_policy, size=_split_size(size), limit=TokenLimit())
-        works[size] = TrainingWork(host, Splitter(host, policy, learns=True), StockSchedule(host, run))
+        works[size] = TrainingWork(host, Splitter(host, policy), StockSchedule(host, run))
     runners = {size: StepRunner(work, TokenLimit(), parallel_of(host), recovers=False) for size, work in works.items()}
     warm: set[int | str] = set()
 

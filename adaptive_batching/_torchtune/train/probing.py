@@ -31,7 +31,7 @@ from adaptive_batching._probe.stored_probe import (
     versions_of,
 )
 from adaptive_batching._report.record import Report
-from adaptive_batching._step.forward_cost import ForwardTimes
+from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.row_size import first_row
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun

@@ -63,7 +63,6 @@ class Settled:
             "random_states": self._random_states,
             "order": _order_of(self.host),
             "growth": self.growth.state_dict(),
-            "forward_cost": self.split_policy.cost.state_dict(),
             "row_size": self.split_policy.row_size.state_dict(),
             "token_limit": self.split_policy.limit.state_dict(),
         }
@@ -72,7 +71,6 @@ class Settled:
 def restore(stored: Mapping[str, Any], host: Host, split_policy: SplitPolicy) -> None:
     """Put back what a checkpoint holds of splitting and of random numbers; warn if the order of data is another."""
     split_policy.limit.load_state_dict(stored["token_limit"])
-    split_policy.cost.load_state_dict(stored["forward_cost"])
     split_policy.row_size.load_state_dict(stored["row_size"])
     if stored["growth"]["within_epoch"] is not None:
         _warn_of_another_order(stored["order"], _order_of(host))

@@ -8,18 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from adaptive_batching._step.forward_cost import ForwardCost
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._step.sharing import Sharing
-from adaptive_batching._step.split import (
-    FORWARD_COST,
-    SplitRule,
-    in_few_sizes,
-    padded_tokens,
-    split_samples,
-)
+from adaptive_batching._step.split import SplitRule, in_few_sizes, padded_tokens, split_samples
 from adaptive_batching._step.work import Part
 from adaptive_batching._torchtune.stock.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample
@@ -52,7 +45,6 @@ class SplitPolicy:
     size: SplitSize = field(default_factory=Whole)
     capacity: int | None = None  # padded tokens of a forward, where memory bounds it; a multimodal sample is one token
     samples_at_longest: int | None = None  # that are as many tokens
-    cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
     row_size: RowSize = field(default_factory=RowSize)
     balances_ranks: bool = False  # where batches are split by length
@@ -70,14 +62,13 @@ class SplitPolicy:
         if not isinstance(self.size, ByLength):
             return SplitRule(self.most_samples)
         assert self.capacity is not None, "split by length without a probe"
-        cost = min(self.cost.in_tokens(FORWARD_COST), self.capacity)
-        return SplitRule(max_tokens=self.capacity, forward_cost=cost)
+        return SplitRule(max_tokens=self.capacity)
 
 
 class Splitter:
-    """Splits batches as ``split_policy`` says; if it ``learns``, every forward is timed, whatever the split."""
+    """Splits batches as ``split_policy`` says."""
 
-    def __init__(self, host: Host, split_policy: SplitPolicy, *, learns: bool = False) -> None:
+    def __init__(self, host: Host, split_policy: SplitPolicy) -> None:
         self.limit = split_policy.limit
         self.may_differ = False
         """True if ranks may have got different numbers of parts from the last split."""
@@ -85,7 +76,6 @@ class Splitter:
         self._objective, self._ranks = host.objective, host.ranks
         self._split_policy = split_policy
         self._makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
-        self._learns = learns or isinstance(split_policy.size, ByLength)
         # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
@@ -97,7 +87,7 @@ class Splitter:
         if split_policy.balances_ranks and isinstance(split_policy.size, ByLength) and not is_alone:
             self.sharing = Sharing(host.ranks, host.model, waits=True)
         self.timer = ForwardTimer(host.device, self._observe)
-        """Of forwards and backwards, if it learns."""
+        """Of rows, whose size is learnt."""
 
     def begin_step(self) -> None:
         """Take note that a step begins, all of whose samples have one size of rows."""
@@ -232,14 +222,10 @@ class Splitter:
 
     def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Time a forward and backward of ``micro_batch``, if that is of use."""
-        return self.timer.around(micro_batch) if self._learns else contextlib.nullcontext()
+        return self.timer.around(micro_batch) if self._makes_rows else contextlib.nullcontext()
 
     def _observe(self, micro_batch: MicroBatch, seconds: float) -> None:
-        self._split_policy.cost.observe(micro_batch.tokens, seconds)
-        if self._makes_rows:
-            self._split_policy.row_size.observe(micro_batch.tokens, seconds)
-        if self.sharing is not None and not micro_batch.is_filler:
-            self.sharing.observe(self._sizes(micro_batch.samples), seconds, pads=not self._makes_rows)
+        self._split_policy.row_size.observe(micro_batch.tokens, seconds)
 
 
 def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:
