@@ -22,9 +22,9 @@ from adaptive_batching._dry_run.command import add_dry_run
 from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
-from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cp, add_ls, command_of_recipe, register
+from adaptive_batching._torchtune.names import NOT_INSTALLED, command_of_recipe, register
 from adaptive_batching._transformers.run_command import add_run_command
-from adaptive_batching._values import Mistake, install_extra, told
+from adaptive_batching._values import end, install_extra
 
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
@@ -47,10 +47,9 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
             if name != "plan":  # which reads their names alone
                 register()
         except ModuleNotFoundError as error:
-            raise Mistake(f"error: {name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
+            end(f"{name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}")
         except ImportError as error:  # a name that another version has not
-            remedy = install_extra("torchtune")
-            raise Mistake(f"error: {name} needs other versions of its dependencies ({error}); {remedy}") from None
+            end(f"{name} needs other versions of its dependencies ({error}); {install_extra('torchtune')}")
         getattr(module, f"add_{name}")(subparsers, prog)
 
     return add
@@ -88,15 +87,10 @@ def add_report(subparsers: Any, prog: str) -> None:
 COMMANDS: dict[str, Callable[[Any, str], None]] = {
     "dry-run": partial(add_dry_run, command_of_recipe=command_of_recipe),
     **{name: _of_torchtune(name) for name in OF_TORCHTUNE},
-    "ls": add_ls, "cp": add_cp, "report": add_report, "env": add_env,
-}  # fmt: skip
+    "report": add_report,
+    "env": add_env,
+}
 """Name -> function of (subparsers, program name) that adds the command, with its ``func``."""
-
-
-def main() -> None:
-    """Run the command that the command line names."""
-    with told():
-        _run()
 
 
 def _with_dashes(arguments: Sequence[str], options: Collection[str]) -> list[str]:
@@ -130,7 +124,8 @@ def _near(name: str, known: Collection[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def _run() -> None:
+def main() -> None:
+    """Run the command that the command line names."""
     parser = argparse.ArgumentParser(
         prog=PROG,
         description="Fine-tuning in the memory that you have. See whether a script (Trainer, TRL, torchrun, any other) "

@@ -7,9 +7,9 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 DRY_RUN = "ADAPTIVE_BATCHING_DRY_RUN"
 """Variable of the environment that a process of a dry run has. Its values are all zero."""
@@ -39,27 +39,17 @@ class AdaptiveBatchingError(Exception):
 
 
 class Mistake(SystemExit):
-    """Ends a command by a line, which is the message, with the status that argparse has for mistakes.
+    """Ends a process that has printed why; ``code`` is 2 for a mistake of its user, as argparse has it, and else 1."""
 
-    It has to be printed, which :func:`told` does, as Python prints the message of a plain ``SystemExit`` alone.
-    """
-
-    def __init__(self, line: str) -> None:
+    def __init__(self, line: str, code: int) -> None:
         super().__init__(line)
-        self.code = 2
-        self.is_told = False
+        self.code = code
 
 
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Print a :class:`Mistake`, which goes on to end the process."""
-    try:
-        yield
-    except Mistake as mistake:
-        if not mistake.is_told:
-            mistake.is_told = True
-            print(mistake, file=sys.stderr)
-        raise
+def end(why: str, code: int = 2) -> NoReturn:
+    """Print in one line why this process ends, and end it."""
+    print(f"error: {why}", file=sys.stderr)
+    raise Mistake(f"error: {why}", code) from None
 
 
 class ConfigError(AdaptiveBatchingError, ValueError):

@@ -172,12 +172,11 @@ for number, (arguments, hidden) in enumerate(json.loads(sys.argv[1])):
     ended.append(os.waitstatus_to_exitcode(os.wait()[1]))
 print(json.dumps(ended))
 """
-NEED_NO_TORCH = ["--version", "--help", "report --help", "ls --json", "cp llama3_2/1B_lora no/x"]
+NEED_NO_TORCH = ["--version", "--help", "report --help"]
 WITHOUT_TORCHTUNE = [
     ("--version", 0, "adaptive-batching 0"),
     ("--help", 0, "validate"),
     ("report --help", 0, "Make the page"),
-    ("ls", 2, "torchtune, which has the recipes and configs, is not installed; pip install"),
     ("env", 0, "recovery:"),
     ("run x", 2, "error: run needs torchtune's recipes, but torchtune is not installed; pip install"),
 ]

@@ -12,7 +12,6 @@ import functools
 import json
 import re
 import runpy
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching._values import ConfigError, Mistake, first_line, install_extra
+from adaptive_batching._values import ConfigError, end, first_line, install_extra
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
@@ -51,12 +50,11 @@ def recipes_folder() -> Path:
 def recipes() -> tuple[Any, ...]:
     """Return our recipes as torchtune's registry writes them: objects with name, file_path, configs and the like.
 
-    Raises:
-        Mistake: If torchtune is not installed.
+    Without torchtune, end the process.
     """
     spec = find_spec("torchtune")
     if spec is None or spec.origin is None:
-        raise Mistake(f"error: torchtune, which has the recipes and configs, {NOT_INSTALLED}")
+        end(f"torchtune, which has the recipes and configs, {NOT_INSTALLED}")
     stock = Path(spec.origin).parent
     registry = runpy.run_path(str(stock / "_recipe_registry.py"))
     folder, listed = recipes_folder(), []
@@ -102,7 +100,7 @@ def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
         return path
     if name not in files:
         if name in [recipe.name for recipe in recipes()]:
-            parser.error(f"{name!r} is a recipe, not a config; 'ls --recipe {name}' lists its configs")
+            parser.error(f"{name!r} is a recipe, not a config; 'tune ls' lists its configs")
         what = (
             f"the file {name!r} does not exist" if path.suffix in (".yaml", ".yml") else f"there is no config {name!r}"
         )
@@ -142,7 +140,7 @@ def why_not_read(error: Exception) -> str:
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about a name that is not known."""
     match = difflib.get_close_matches(name, [*known], n=1)
-    return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"
+    return f"; did you mean {match[0]!r}?" if match else "; 'tune ls' lists torchtune's"
 
 
 def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length: int | None, **more: int) -> list[str]:
@@ -180,61 +178,3 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
         "folder": str(folder), "devices": devices, "length": length, **more,
     }  # fmt: skip
     return [sys.executable, "-m", "adaptive_batching._torchtune.cli.dry_run", json.dumps(given)]
-
-
-def add_ls(subparsers: Any, prog: str) -> None:
-    """Add ``ls``, which lists recipes, each with its configs."""
-    text = "List recipes, each with the configs that work with it."
-    parser = subparsers.add_parser("ls", prog=f"{prog} ls", help=text, description=text)
-    parser.add_argument("--recipe", metavar="NAME", help="list only the configs of this recipe")
-    parser.add_argument("--adaptive", action="store_true", help="list only the configs of this package")
-    parser.add_argument("--json", action="store_true", help="print a JSON object: recipe -> its configs")
-
-    def ls(args: argparse.Namespace) -> None:
-        shown = recipes() if args.recipe is None else [find_recipe(args.recipe, parser)]
-        ours = str(recipes_folder())
-        rows = {
-            recipe.name: [
-                config.name for config in recipe.configs if not args.adaptive or config.file_path.startswith(ours)
-            ]
-            for recipe in shown
-        }
-        if args.json:
-            print(json.dumps(rows, indent=1))
-            return
-        print(f"{'RECIPE':<40} CONFIG")
-        for recipe, configs in rows.items():
-            for number, config in enumerate(configs or ["<>"]):
-                print(f"{'' if number else recipe:<40} {config}")
-
-    parser.set_defaults(func=ls)
-
-
-def add_cp(subparsers: Any, prog: str) -> None:
-    """Add ``cp``, which copies a recipe or a config."""
-    text = "Copy a recipe or a config to a path of yours, to change it."
-    parser = subparsers.add_parser("cp", prog=f"{prog} cp", help=text, description=text)
-    parser.add_argument("name", help="a recipe or a config, as 'ls' shows it")
-    parser.add_argument("destination", type=Path, help="file or folder")
-    parser.add_argument("-n", "--no-clobber", action="store_true", help="keep an existing file")
-    parser.add_argument("--make-parents", action="store_true", help="create the destination's folders")
-
-    def cp(args: argparse.Namespace) -> None:
-        known = {recipe.name: Path(recipe.file_path) for recipe in recipes()} | config_files()
-        if args.name not in known:
-            parser.error(f"there is no recipe or config {args.name!r}{closest(args.name, known)}")
-        source, to = known[args.name], args.destination
-        to = to / source.name if to.is_dir() else to if to.suffix == source.suffix else to.with_suffix(source.suffix)
-        if args.no_clobber and to.exists():
-            print(f"{to} exists and was left as it is")
-            return
-        try:
-            if args.make_parents:
-                to.parent.mkdir(parents=True, exist_ok=True)
-            print(f"Copied file to {shutil.copyfile(source, to)}")
-        except OSError as error:
-            if not to.parent.is_dir():
-                parser.error(f"there is no folder {str(to.parent)!r}; make it, or add --make-parents")
-            parser.error(f"{to}: {error.strerror or error}; name another destination")
-
-    parser.set_defaults(func=cp)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._transformers.arguments import AdaptiveArguments
-from adaptive_batching._values import ConfigError, Mistake
+from adaptive_batching._values import ConfigError, end
 
 SETTINGS = "ADAPTIVE_BATCHING_SETTINGS"
 """Variable of the environment that has the settings, as JSON."""
@@ -53,7 +53,7 @@ def add_run_command(subparsers: Any, prog: str) -> None:
         try:
             os.execvp(command[0], command)
         except OSError as error:
-            raise Mistake(f"error: {command[0]}: {error.strerror}") from None
+            end(f"{command[0]}: {error.strerror}")
 
     parser.set_defaults(func=run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -63,17 +62,6 @@ def test_an_installed_wheel_in_any_directory(inputs: Path, tmp_path: Path) -> No
     assert "what was decided, and why" in output
 
 
-def test_the_command_line_lists_recipes_and_configs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert in_this_process("ls") == 0
-    listed = capsys.readouterr().out
-    rows = [line.split() for line in listed.splitlines()]
-    assert {row[0] for row in rows if len(row) == 2} >= {path.stem for path in (ROOT / "recipes").glob("[a-z]*.py")}
-    assert ["lora_finetune_single_device", "quickstart/lora_single_device"] in rows and ["llama3_2/1B_lora"] in rows
-    assert "quickstart/full_single_device" in listed
-    assert in_this_process("ls", "--recipe", "lora_dpo_distributed", "--adaptive", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"lora_dpo_distributed": []}
-
-
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_ranks_find_the_standard_library_first(
     is_installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -108,18 +96,7 @@ def test_a_recipe_searches_the_working_directory_last(tmp_path: Path) -> None:
     assert str(tmp_path / "mine.py") in done.stdout, done.stderr
 
 
-def test_a_config_is_copied_as_it_is_written_where_it_is_told(tmp_path: Path) -> None:
-    name = "quickstart/lora_single_device"
-    written = (ROOT / f"recipes/configs/{name}.yaml").read_text()
-    for to, made in (("mine", "mine.yaml"), (".", "lora_single_device.yaml"), ("mine.yaml", "mine.yaml")):
-        assert in_this_process("cp", name, str(tmp_path / to)) == 0
-        assert (tmp_path / made).read_text() == written
-    (tmp_path / "mine.yaml").write_text("")
-    assert in_this_process("cp", "-n", name, str(tmp_path / "mine")) == 0
-    assert (tmp_path / "mine.yaml").read_text() == ""
-
-
-@pytest.mark.parametrize("command", ["run", "probe", "validate", "quickstart", "ls", "cp"])
+@pytest.mark.parametrize("command", ["run", "probe", "validate", "quickstart"])
 def test_help_names_this_program_and_configs_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert in_this_process(command, "--help") == 0
     text = capsys.readouterr().out

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,6 @@ from adaptive_batching import ConfigError
 from adaptive_batching.__main__ import main
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.names import config_files
-from adaptive_batching._values import Mistake
 from adaptive_batching.torchtune import load_stock
 from recipes import full_finetune_single_device as full
 from recipes import lora_dpo_single_device as lora_dpo
@@ -98,8 +97,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ),
     (f"{PLAN} --gpu 4091", ["--gpu '4091' is unknown", "RTX 4090", "--memory 24GiB"]),
     (f"{PLAN} --gpu ''", ["--gpu ''", "known: ", "RTX 4090"]),
-    ("ls --recipe lora_finetune_single_devic", ["did you mean 'lora_finetune_single_device'"]),
-    ("cp llama3_2/1B_lora_single_devic .", [f"did you mean '{LORA}'"]),
     # what is missing, and what is too much
     ("run", ["required: recipe"]),
     ("run lora_finetune_single_device", ["--config <name or path> is missing"]),
@@ -107,8 +104,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"run lora_finetune_single_device --confg {LORA}", ["--config <name or path> is missing"]),
     ("probe full_finetune_single_device", ["--config <name or path> is missing"]),
     ("validate", ["required: config"]),
-    ("plan --gpu 4090", ["name a config", "'ls' lists them", "--gpu 4090"]),
-    ("ls --jsn", ["unrecognized arguments: --jsn"]),
+    ("plan --gpu 4090", ["name a config", "'tune ls' lists", "--gpu 4090"]),
+    ("ls", ["no command 'ls'"]),
     ("env all", ["unrecognized arguments: all"]),
     (f"{PLAN} --memry 24", ["unrecognized arguments: --memry"]),
     # values
@@ -129,9 +126,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"plan full_finetune_single_device lora_dpo_single_device --config {QUICKSTART} --gpu 4090", ["write key=value"]),
     ("plan --config llama3/8B_qat_full --devices 1 --gpu 4090", ["torchtune has no qat_single_device"]),
     # what only stock reads
-    (f"validate {QUICKSTART} ~resume_from_checkpoint", ["lacks resume_from_checkpoint, which full_finetune_single"]),
-    (f"validate {QUICKSTART} ~compile ~seed", ["lacks seed, compile"]),
-    (f"validate {QUICKSTART} --recipe ppo_full_finetune_single_device", ["lacks ref_policy_checkpointer, value_"]),
+    (f"validate {QUICKSTART} ~resume_from_checkpoint", ["lacks a key", "Missing key resume_from_checkpoint"]),
+    (f"validate {QUICKSTART} ~compile ~seed", ["lacks a key", "Missing key"]),
+    (f"validate {QUICKSTART} --recipe ppo_full_finetune_single_device", ["lacks a key", "Missing key value_"]),
     (f"validate {QUICKSTART} resume_from_checkpoint=perhaps", ["resume_from_checkpoint='perhaps'", "True or False"]),
     (f"validate {QUICKSTART} enable_activation_offloading=True", ["torchtune refuses", "when training on CUDA"]),
     (f"validate {QUICKSTART} optimizer_in_bwd=True", ["torchtune refuses this config", "clip_grad_norm=None"]),
@@ -190,7 +187,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"run folder --config {LORA}", ["no recipe 'folder'"]),
     ("plan list.yaml --memory 24", ["list.yaml is not a config: it must map keys to values"]),
     ("plan empty.yaml --memory 24", ["empty.yaml has no model"]),
-    (f"cp {LORA} no/such/x.yaml", ["there is no folder 'no/such'", "--make-parents"]),
     ("report", ["there is no record of a run below"]),
     ("report folder", ["there is no record of a run in folder", "output_dir"]),
     ("report later.jsonl", ["is a record of version 99, but this adaptive-batching reads"]),
@@ -345,7 +341,7 @@ def test_every_config_that_is_listed_is_valid(name: str, capsys: pytest.CaptureF
     [
         ("lora_dpo", f"{VAL} run_val_every_n_steps=5", ["run_val_every_n_steps=5 cannot be used with",
          "LoRADPORecipeSingleDevice", "set run_val_every_n_steps=null"]),
-        ("full", "~optimizer_in_bwd", ["the config lacks", "Missing key optimizer_in_bwd", "to another recipe", "ls"]),
+        ("full", "~optimizer_in_bwd", ["the config lacks", "Missing key optimizer_in_bwd", "to another recipe"]),
         ("full", "~batch_size", ["the config lacks a key", "Missing key batch_size"]),
         ("lora", "~dtype", ["the config lacks a key", "Missing key dtype"]),
     ],
@@ -428,46 +424,38 @@ def test_on_several_devices_a_mistake_is_one_line_without_a_traceback(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "ends_with"),
-    [(3, None), (-9, "error: rank 1 was ended by SIGKILL; if that is SIGKILL, the host may")],
+    ("exit_code", "line"),
+    [
+        (3, ""),
+        (-9, "error: rank 1 was ended by SIGKILL; if that is SIGKILL, the host may"),
+        (2, "error: no batch_size"),
+    ],
 )
-def test_a_launch_ends_as_the_process_that_ended_first(
-    exit_code: int, ends_with: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_launch_ends_as_the_process_that_ended_first_and_prints_the_line_that_it_has_left(
+    exit_code: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failure = ProcessFailure(local_rank=1, pid=7, exitcode=exit_code, error_file="<N/A>")
+    def failure_of(rank: int, error: Exception | None) -> ProcessFailure:
+        file = tmp_path / f"{rank}.json"
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+            with mistakes_in_one_line("anywhere"):
+                raise error or SystemExit
+        return ProcessFailure(local_rank=rank, pid=7, exitcode=exit_code, error_file=str(file))
+
+    lost = RuntimeError("[gloo/transport] Connection closed by peer")
+    failures = {0: failure_of(0, lost), 1: failure_of(1, ConfigError("no batch_size") if exit_code == 2 else None)}
+    assert capsys.readouterr().err == "", "its launcher says it"
 
     def fail(*_: Any) -> None:
         assert not logging.getLogger(error_handler.__name__).isEnabledFor(logging.ERROR), "it tells of the error's file"
-        raise ChildFailedError("recipe.py", {1: failure})
+        raise ChildFailedError("recipe.py", failures)
 
     monkeypatch.setattr(Run, "_run_cmd", fail)
     monkeypatch.setattr(sys, "argv", ["adaptive-batching", "run", "full_finetune_distributed", "--config", QUICKSTART])
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as ended:
         main()
-    assert end.value.code == exit_code if ends_with is None else str(end.value).startswith(ends_with)
-
-
-@pytest.mark.parametrize(
-    ("error", "local_rank", "waited"),
-    [
-        (ConfigError("no"), "0", 0),
-        (ConfigError("no"), "1", 5),  # torchrun has ended it by then if the first has the same mistake
-        (RuntimeError("[gloo/transport] Connection closed by peer"), "0", 15),  # the one that closed it knows why
-        (ConfigError("no"), None, None),  # without torchrun
-    ],
-)
-def test_of_ranks_with_the_same_mistake_the_first_tells_it(
-    error: Exception, local_rank: str | None, waited: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    with pytest.raises(SystemExit, match=r"^error: "), mistakes_in_one_line("anywhere"):
-        raise error
-    assert waits == ([] if waited is None else [waited])
+    assert ended.value.code == (exit_code if exit_code > 0 else 1)
+    assert capsys.readouterr().err.startswith(line) if line else capsys.readouterr().err == ""
 
 
 def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,28 +468,6 @@ def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, mo
     told = str(end.value)
     assert told.startswith("error: out of memory before training, where the model and its data are set up (CUDA out of")
     assert "LoRA" in told and "checkpoints" not in told and "forward" not in told and "\n" not in told
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (["no batch_size", "no batch_size"], 1),
-        (["no batch_size", "no batch_size", "no dataset"], 2),  # what only one rank knows is not lost
-    ],
-)
-def test_a_line_is_told_by_one_process_of_a_host_however_late_it_comes(
-    lines: list[str], told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[Any] = []
-    for rank, line in enumerate(lines):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        (tmp_path / str(rank)).mkdir()
-        with pytest.raises(SystemExit) as end, mistakes_in_one_line("anywhere"):
-            raise ConfigError(line)
-        ends.append(end.value)
-    assert [end.code for end in ends] == [2] * len(lines)
-    assert sum(isinstance(end, Mistake) for end in ends) == told
-    assert all((tmp_path / str(rank) / "error.json").exists() for rank in range(len(lines))), "for torchrun's summary"
 
 
 def test_the_summary_that_torchrun_prints_ends_in_the_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torchtune._cli.run import Run
 import adaptive_batching
 from adaptive_batching._torchtune.cli import quickstart
 from adaptive_batching._torchtune.cli.configs import read_config
-from adaptive_batching._torchtune.cli.launch import ONLY_PROBES, QUIET, VERBOSE, check_settings, mistakes_in_one_line
+from adaptive_batching._torchtune.cli.launch import ONLY_PROBES, QUIET, VERBOSE, check_settings, in_one_line
 from adaptive_batching._torchtune.names import (
     PLANNED,
     config_files,
@@ -33,8 +33,8 @@ from adaptive_batching._torchtune.names import (
     recipes_folder,
 )
 from adaptive_batching._torchtune.train.settings import FIELDS, VALIDATION, check_names
-from adaptive_batching._torchtune.train.stock_keys import check_components, check_kinds, refused_in_one_line
-from adaptive_batching._values import ConfigError
+from adaptive_batching._torchtune.train.stock_config import check_components, check_kinds, refused_in_one_line
+from adaptive_batching._values import ConfigError, end
 
 # Loggers of torch's, each of a level of its own, that say in other words what a process has said
 _TELL_OF_PROCESSES_THAT_ENDED = ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors")
@@ -147,12 +147,14 @@ class _Run(Run):
             super()._run_cmd(args)
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
-            if first.exitcode > 0:  # it has said why
-                raise SystemExit(first.exitcode) from None
-            raise SystemExit(
-                f"error: rank {rank} was ended by {first.signal_name()}; if that is SIGKILL, the host may have run out "
-                "of memory"
-            ) from None
+            if first.exitcode < 0:
+                end(
+                    f"rank {rank} was ended by {first.signal_name()}; if that is SIGKILL, the host may have run out of "
+                    "memory", 1
+                )  # fmt: skip
+            if isinstance(first.message, dict):  # the line that it has left
+                end(first.message["message"].removeprefix("error: "), first.exitcode)
+            raise SystemExit(first.exitcode) from None  # after its traceback
 
 
 class _Probe(_Run):
@@ -163,7 +165,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
     """Add ``validate``."""
     text = "Check a config and its overrides as a run does before it loads a model."
     parser = subparsers.add_parser("validate", prog=f"{prog} validate", help=text, description=text)
-    parser.add_argument("config", help="name, as 'ls' shows it, or path")
+    parser.add_argument("config", help="name or path")
     parser.add_argument("--recipe", metavar="NAME", help="default: the one named in the config's comments")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
 
@@ -175,17 +177,18 @@ def add_validate(subparsers: Any, prog: str) -> None:
         name = find_recipe(args.recipe, parser).name if args.recipe else recipe_of(args.config, path)
         cfg = _read(path, args.overrides, parser)
         try:
-            with mistakes_in_one_line("while the config is checked"):
-                check_kinds(cfg)
-                check_components(cfg)
-                if name is not None:
-                    check_names(cfg, _known_keys(name) | {*FIELDS, *VALIDATION})
-                check_settings(cfg, name)
-                if name in PLANNED:
-                    with refused_in_one_line():
-                        make_on_paper(name, cfg)
-        except SystemExit as end:
-            parser.error(f"{path}: {str(end).removeprefix('error: ')}")
+            check_kinds(cfg)
+            check_components(cfg)
+            if name is not None:
+                check_names(cfg, _known_keys(name) | {*FIELDS, *VALIDATION})
+            check_settings(cfg, name)
+            if name in PLANNED:
+                with refused_in_one_line():
+                    make_on_paper(name, cfg)
+        except Exception as error:
+            if (line := in_one_line(error, "while the config is checked")) is None:
+                raise
+            parser.error(f"{path}: {line}")
         print("Config is well-formed!")
 
     parser.set_defaults(func=validate)
@@ -239,8 +242,8 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
         sys.argv = [parser.prog, "--config", f"{folder}/configs/quickstart/full_single_device.yaml", *overrides]
         try:
             runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
-        except SystemExit as end:
-            if end.code:
+        except SystemExit as ended:
+            if ended.code:
                 raise
         tune = program_on_this_machine("tune", "torchtune._cli.tune")
         print(f"\n{what_next(program, tune, has_gpu=torch.cuda.is_available())}")
@@ -260,7 +263,7 @@ def program_on_this_machine(prog: str, module: str = "adaptive_batching") -> str
 
 def what_next(program: str, tune: str, *, has_gpu: bool) -> str:
     """Return the next commands to type, with what they need that is not there."""
-    lines = [f"Next, with a config of your own, or one of torchtune's ('{program} ls'):"]
+    lines = [f"Next, with a config of your own, or one of torchtune's ('{tune} ls'):"]
     if not _WEIGHTS.is_dir():
         lines += [
             f"  {tune} download {_REPOSITORY} --output-dir {_WEIGHTS} \\",

@@ -28,8 +28,8 @@ from adaptive_batching._torchtune.names import PLANNED, TOLD, config_files, regi
 from adaptive_batching._torchtune.stock import images
 from adaptive_batching._torchtune.stock.losses import ANSWERS
 from adaptive_batching._torchtune.stock.on_paper import Data
-from adaptive_batching._torchtune.train.stock_keys import check_kinds, not_loaded, refused_in_one_line
-from adaptive_batching._values import ConfigError, first_line
+from adaptive_batching._torchtune.train.stock_config import check_kinds, not_loaded, refused_in_one_line
+from adaptive_batching._values import ConfigError, end, first_line
 
 SAMPLES = 2**15
 """Of the data that stand in: more than the steps of a dry run take, and enough for a probe."""
@@ -255,8 +255,6 @@ if __name__ == "__main__":
         with images.without_torchvision(), refused_in_one_line():
             main(**{**given, "folder": Path(given["folder"])})
     except InstantiationError as error:
-        print(f"error: {not_loaded(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        end(not_loaded(error))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        end(str(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -33,15 +32,14 @@ from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.settings import read_settings, read_validation
-from adaptive_batching._torchtune.train.stock_keys import (
+from adaptive_batching._torchtune.train.stock_config import (
     check_components,
-    check_keys,
     check_kinds,
     refused_in_one_line,
     set_up_in_one_line,
 )
 from adaptive_batching._torchtune.train.validating import check_validation
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError, Mistake, first_line, told
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, Mistake, end, first_line
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +57,7 @@ _IN_TRAINING = (
     "; checkpoints saved before are intact. Leave more memory: raise adaptive_batching.headroom, or set a smaller "
     "batch_size",
 )
-# Seconds that a rank waits before it tells its mistake, for the rank that has more to say.
-_FIRST_RANK_TELLS, _OTHERS_KNOW_WHY = 5.0, 15.0
+_LATER = 60  # seconds
 _RANK = int(os.environ.get("RANK", 0))
 _NOT_OF_THE_USER = [
     str(Path(adaptive_batching.__file__).parent),
@@ -88,8 +85,7 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
         except Exception as error:
             if begun:
                 raise
-            with told():
-                raise _end(f"error: {_mistake(error)}", error, Mistake) from None
+            _end(_mistake(error), 2)
 
     return main
 
@@ -98,7 +94,7 @@ def _mistake(error: Exception) -> str:
     """Say in one line why a command line cannot be read, which ``tune run`` has not checked."""
     config_path = config_on_command_line()
     if isinstance(error, FileNotFoundError):
-        remedy = "'tune run' knows torchtune's alone by name; use 'adaptive-batching run', or copy it with its 'cp'"
+        remedy = "'tune run' knows torchtune's alone by name; use 'adaptive-batching run', or give the path of its file"
         return f"there is no config {config_path!r}; {remedy}"
     if meant := as_overrides(sys.argv[1:]):
         return f"a setting of a config has no dashes: write {' '.join(meant)}"
@@ -138,7 +134,7 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
 
 def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
     _log_for_people(flags)
-    with compiling.limits_restored(), told():
+    with compiling.limits_restored():
         with mistakes_in_one_line(*_BEFORE_TRAINING):
             if ONLY_PROBES in flags and cfg.get("micro_batch_size") not in ("auto", "explore"):  # which ask for a probe
                 cfg.use_maximum_batch_size = True
@@ -175,7 +171,6 @@ def check_settings(cfg: DictConfig, name: str | None) -> None:
         AdaptiveBatchingError: On the first mistake.
     """
     if name is not None:
-        check_keys(cfg, name)
         read_settings(cfg, warns=False, is_distributed=name.endswith("_distributed"))
     _check_training(cfg, None if name is None else recipe(name))
     if name == "ppo_full_finetune_single_device":
@@ -201,84 +196,59 @@ def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
 
 @contextlib.contextmanager
 def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
-    """End mistakes in one line; ``where`` and ``remedy`` are for memory that runs out inside.
+    """End the process in one line on what :func:`in_one_line` has one for.
 
     Mistakes of the user end with status 2, and what else can end a run with 1.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, AdaptiveBatchingError):
-            line = str(error)
-        elif isinstance(error, OmegaConfBaseException):
-            line = (
-                f"the config lacks a key, or belongs to another recipe ({first_line(error).rstrip('.')}); add it, or "
-                "use a config that 'adaptive-batching ls' lists with this recipe"
-            )
-        elif is_lost_rank(error):
-            line = (
-                "lost the connection to another rank: it has ended, and its last line says why. If it is still "
-                "running, check the network between the hosts"
-            )
-        elif is_out_of_memory(error):
-            line = f"out of memory {where} ({first_line(error)}){remedy}"
-        else:
+        if (line := in_one_line(error, where, remedy)) is None:
             raise
+        if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
+            sys.stderr.write(_frames_of_the_user(error))
+        else:
+            log.debug("in full:", exc_info=error)
         is_mistake = isinstance(error, (ConfigError, IncreaseFunctionError, OmegaConfBaseException))
-        raise _end(f"error: {line}", error, Mistake if is_mistake else SystemExit) from None
+        _end(line, 2 if is_mistake else 1, follows=is_lost_rank(error))
 
 
-def _end(line: str, error: Exception, kind: type[SystemExit]) -> SystemExit:
-    """Return what ends this process with ``line``, or without a word if another process of this host has told it."""
-    _wait_for_the_rank_that_tells(error)
-    _tell_torchrun(line)
-    if not _is_first_to_tell(line):
-        return SystemExit(2 if kind is Mistake else 1)
-    if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
-        sys.stderr.write(_frames_of_the_user(error))
-    else:
-        log.debug("in full:", exc_info=error)
-    return kind(line)
+def in_one_line(error: Exception, where: str, remedy: str = "") -> str | None:
+    """Say why a run has ended; None for an error whose traceback says more.
+
+    ``where`` memory has run out, if it has, and the ``remedy`` for that, follow in the line.
+    """
+    if isinstance(error, AdaptiveBatchingError):
+        return str(error)
+    if isinstance(error, OmegaConfBaseException):
+        return (
+            f"the config lacks a key, or belongs to another recipe ({first_line(error).rstrip('.')}); add it, or take "
+            "a config of this recipe"
+        )
+    if is_lost_rank(error):
+        return (
+            "lost the connection to another rank: it has ended, and its last line says why. If it is still running, "
+            "check the network between the hosts"
+        )
+    if is_out_of_memory(error):
+        return f"out of memory {where} ({first_line(error)}){remedy}"
+    return None
 
 
-def _tell_torchrun(line: str) -> None:
-    """Leave an error for the summary of processes that failed, with which torchrun, and `tune run`, end in a traceback.
+def _end(line: str, code: int, *, follows: bool = False) -> NoReturn:
+    """End this process with ``line``; with ``follows``, it is another rank's end that has led to this one.
 
-    Nothing that a process does keeps its launcher from printing that, but without this it would not have our line: of a
-    process that ends with another status than 0, torch makes a `ChildFailedError` (`SubprocessContext` in
-    `elastic/multiprocessing/api.py`), which `launch_agent` raises, `record` raises again, and nobody catches.
+    A process that torchrun has started leaves the line to its launcher, which prints that of the rank that was first to
+    fail: ours prints the line alone, torchrun and `tune run` in their summary. torch makes a `ChildFailedError` of a
+    process that ends with another status than 0 (`SubprocessContext` in `elastic/multiprocessing/api.py`).
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        at = int(time.time()) + (_LATER if follows else 0)
+        said = {"message": f"error: {line}", "extraInfo": {"timestamp": str(at)}}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": error}))
-
-
-def _is_first_to_tell(line: str) -> bool:
-    """Mark a line as told in the folder that torchrun makes for its processes on a host, unless it is told already.
-
-    Waiting for the first rank alone does not do: on a busy host it may come later than all that wait for it.
-    """
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return True
-    of_this_launch = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]  # above each rank's own
-    try:
-        (of_this_launch / f"told_{hashlib.sha256(line.encode()).hexdigest()[:16]}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # told twice rather than never
-        return True
-    return True
-
-
-def _wait_for_the_rank_that_tells(error: Exception) -> None:
-    """Wait, on a rank that torchrun has started, while another is to tell the mistake.
-
-    Mostly all ranks meet the same one. When the first has told it and ended, torchrun ends those that still wait.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        is_first = os.environ.get("LOCAL_RANK") == "0"
-        time.sleep(_OTHERS_KNOW_WHY if is_lost_rank(error) else 0 if is_first else _FIRST_RANK_TELLS)
+            Path(file).write_text(json.dumps({"message": said}))
+            raise Mistake(f"error: {line}", code) from None
+    end(line, code)
 
 
 class _ForPeople(logging.Formatter):

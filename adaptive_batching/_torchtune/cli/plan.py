@@ -90,7 +90,7 @@ def add_plan(subparsers: Any, prog: str) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="[recipe] config [key=value ...]",
-        help="a config, by name (see 'ls') or path, and its overrides; the recipe may stand before it",
+        help="a config, by name (see 'tune ls') or path, and its overrides; the recipe may stand before it",
     )  # fmt: skip
     parser.set_defaults(func=lambda args: sys.exit(_run(args)))
 
@@ -186,7 +186,7 @@ def _named(args: argparse.Namespace) -> Planned:
         config, *given = given
     if config is None:
         raise ConfigError(
-            "name a config ('ls' lists them), for example: plan llama3_2/1B_lora_single_device --gpu 4090"
+            "name a config ('tune ls' lists torchtune's), for example: plan llama3_2/1B_lora_single_device --gpu 4090"
         )
     for name in given:
         if not is_recipe and config not in configs and not Path(config).is_file():  # it stands where a recipe would

@@ -30,7 +30,7 @@ from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
 from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
-from adaptive_batching._torchtune.train.stock_keys import cannot_be_loaded, in_short
+from adaptive_batching._torchtune.train.stock_config import cannot_be_loaded, in_short
 from adaptive_batching._torchtune.train.validating import check_validation, hold_out
 from adaptive_batching._unused_memory import keep_little_on_the_host, little_to_collect
 from adaptive_batching._values import ConfigError

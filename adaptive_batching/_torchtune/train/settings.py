@@ -25,17 +25,6 @@ _OF_ANY = ["lr_scaling", "keep_global_batch"]
 FIELDS = (*TOP_LEVEL, "adaptive_batching")
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
 
-# Names by which other tools know what ours do.
-_ELSEWHERE = {
-    "auto_find_batch_size": "use_maximum_batch_size: True",  # Transformers, Accelerate
-    "auto_scale_batch_size": "use_maximum_batch_size: True",  # Lightning
-    "scale_batch_size": "use_maximum_batch_size: True",
-    "per_device_train_batch_size": "batch_size, which is per device",  # Transformers
-    "train_batch_size": "batch_size, which is per device",  # DeepSpeed
-    "device_train_microbatch_size": "micro_batch_size: auto",  # Composer
-    "train_micro_batch_size_per_gpu": "micro_batch_size",  # DeepSpeed
-}
-
 
 def read_settings(cfg: DictConfig, *, warns: bool = True, is_distributed: bool | None = None) -> AdaptiveBatchingConfig:
     """Read and validate what a config says about adaptive batching.
@@ -122,11 +111,8 @@ def check_names(cfg: DictConfig, known: set[str]) -> None:
 
 
 def _check_owner(key: str, cfg: DictConfig) -> None:
-    """Refuse a setting of ours that stands outside its section, and names that other tools use."""
-    is_foreign = key in SECTION or key in _ELSEWHERE
-    if is_foreign and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):  # else it is a name that the config uses itself
-        if key in _ELSEWHERE:
-            raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
+    """Refuse a setting of ours that stands outside its section."""
+    if key in SECTION and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):  # else it is a name that the config uses itself
         raise ConfigError(
             f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
             f"adaptive_batching.{key}={cfg.get(key)}"

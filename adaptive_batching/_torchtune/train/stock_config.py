@@ -1,13 +1,10 @@
-"""Keys of a config that stock alone reads: missing, of the wrong kind, or refused by stock together."""
+"""Keys of a config that stock alone reads: of the wrong kind, or refused by stock together."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
-from adaptive_batching._torchtune.stock.loading import stock_recipe
 from adaptive_batching._torchtune.train.settings import FIELDS
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line, nearest_path
 
@@ -51,7 +47,6 @@ def _is_positive(value: Any) -> bool:
 
 
 _IS_SWITCH: tuple[Callable[[Any], bool], str] = (lambda value: not isinstance(value, str), "True or False")
-_METHODS = ("get", "keys", "items", "pop")  # of a config, no keys
 _SWITCHES = (
     "resume_from_checkpoint", "shuffle", "compile", "optimizer_in_bwd", "enable_activation_checkpointing",
     "enable_activation_offloading", "log_peak_memory_stats", "save_adapter_weights_only", "fsdp_cpu_offload",
@@ -127,38 +122,6 @@ def not_loaded(error: InstantiationError) -> str:
     if near not in ("", named[1]):
         return f"{named[1]} does not exist; did you mean {near}?"
     return f"{named[1]} cannot be loaded ({' '.join(rest[:1]) or first}); {' '.join(rest[1:]) or 'check its path'}"
-
-
-def check_keys(cfg: DictConfig, name: str) -> None:
-    """Refuse a config that lacks what a stock recipe reads in any case.
-
-    Raises:
-        ConfigError: With the names of all such keys.
-    """
-    base: Any = stock_recipe(name)
-    read = dict.fromkeys(key for method in (base.__init__, base.setup) for key in _read_in_any_case(method))
-    if missing := [key for key in read if key not in cfg]:
-        raise ConfigError(
-            f"the config lacks {', '.join(missing)}, which {name} reads; add what is missing, or take a config that "
-            f"'adaptive-batching ls' lists with the recipe"
-        )
-
-
-def _read_in_any_case(method: Callable[..., Any]) -> Iterator[str]:
-    """Yield the keys of ``cfg`` that a method reads as attributes, whatever they hold."""
-    [function] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    nodes: list[ast.AST] = [function]
-    while nodes:
-        node = nodes.pop(0)
-        if isinstance(node, (ast.If, ast.IfExp)):
-            nodes.append(node.test)
-        elif isinstance(node, ast.BoolOp):
-            nodes.append(node.values[0])
-        else:
-            nodes += ast.iter_child_nodes(node)
-        of_config = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cfg"
-        if of_config and node.attr not in _METHODS:  # type: ignore[attr-defined]
-            yield node.attr  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
