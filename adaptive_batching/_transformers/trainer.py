@@ -140,7 +140,7 @@ class AdaptiveTraining:
     """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
 
     _own_train: Callable[..., Any] | None = None
-    """A ``train`` that the trainer itself had when it was adopted, as unsloth gives it one, around that of its class."""
+    """A ``train`` that the trainer itself had when it was adopted, around that of its class, as unsloth gives it."""
 
     _following: FollowingCallback
     _recording: Recording
