@@ -94,7 +94,8 @@ class Sharing:
                 self._said_that_weights_differ = True
                 log.info("samples stay on the ranks that have drawn them: they weigh more on one than on another")
             return None
-        limit, cost = min(limits, key=_or_infinite), replace(self._cost, fixed=forward_cost)
+        limit = min(limits, key=_or_infinite)
+        cost = replace(self._cost, fixed=min(forward_cost, _or_infinite(limit)))  # no more than that of its tokens
         share = share_out(lengths_of_ranks, cost, _speeds(paces), limit, pads=pads)
         if not all(map(any, share.parts)):  # a rank that computes nothing has no loss to tell
             return None
