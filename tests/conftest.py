@@ -42,7 +42,7 @@ ARCHITECTURE = dict(
 
 
 LONG = (
-    "test_fastest.py", "test_find.py",
+    "test_exploring.py", "test_find.py",
     "test_strangers.py", "test_trl.py", "test_loaders.py", "test_two_ranks.py", "test_other_loops.py",
     "test_configs.py", "test_patches.py", "test_real_memory.py",
     "transformers/test_end_to_end.py", "transformers/test_found_before.py", "transformers/test_run.py",

@@ -37,7 +37,6 @@ from adaptive_batching._report.summary import (
     table_of_decisions,
     table_of_plan,
 )
-from adaptive_batching._step.fastest import Exploration
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -116,11 +115,12 @@ class Report(Watcher):
         self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
         self._found.append(line_of_rollout(result, prompt_length, generated))
 
-    def exploration(self, result: Exploration) -> None:
-        best, base = result.recommended, result.estimates[0]
-        self._write("exploration", **dataclasses.asdict(result))
-        fastest = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
-        self._found.append(("micro_batch_size", f"{fastest}, confidence {100 * best.confidence:.0f} of 100"))
+    def exploration(self, *, recommended: Event, estimates: Sequence[Event], noise: float) -> None:
+        self._write("exploration", recommended=recommended, estimates=estimates, noise=noise)
+        fastest = (
+            f"{recommended['candidate']}, {recommended['speedup']:.2f} times as fast as {estimates[0]['candidate']}"
+        )
+        self._found.append(("micro_batch_size", f"{fastest}, confidence {100 * recommended['confidence']:.0f} of 100"))
 
     def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
         """Record and log what each remaining epoch is expected to do; unless ``decided``, the batch may grow."""

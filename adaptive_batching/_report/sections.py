@@ -289,39 +289,22 @@ def exploration(run: Run) -> list[Html]:
         return []
     estimates, best = explored["estimates"], explored["recommended"]
     base = estimates[0]["candidate"]
-    spans = [
-        [estimate.get(f"speedup{end}", estimate["speedup"]) for end in ("_low", "", "_high")] for estimate in estimates
-    ]
-    least, most = min(1.0, *(low for low, _, _ in spans)), max(1.0, *(high for _, _, high in spans))
-    room = 0.05 * (most - least) or 0.05
     rows = [
         [
             tag("b" if estimate["candidate"] == best["candidate"] else "span", str(estimate["candidate"])),
             f"{estimate['seconds']:.3f}",
             f"{estimate['speedup']:.2f}",
-            f"{span[0]:.2f} to {span[2]:.2f}" if span[2] > span[0] else "",
-            _interval(span, least - room, most + room),
             say.count(estimate["runs"]),
             f"{100 * estimate['confidence']:.0f} %",
         ]
-        for estimate, span in zip(estimates, spans, strict=True)
+        for estimate in estimates
     ]
     words = (
         f"micro_batch_size {best['candidate']} is the fastest, {best['speedup']:.2f} times as fast as {base}, with a "
         f"confidence of {100 * best['confidence']:.0f} %. A single timing varies by {100 * explored['noise']:.1f} %."
     )
-    header = [
-        "micro_batch_size", "seconds per step", f"times as fast as {base}", "95 % interval", "", "runs", "confidence",
-    ]  # fmt: skip
-    return [tag("p", words), table(header, rows, words=[4], class_="explored")]
-
-
-def _interval(span: Sequence[float], first: float, last: float) -> Html:
-    """Return a picture of (low, value, high) on an axis from ``first`` to ``last``, with a line at 1."""
-    low, middle, high, base = (f"{4 + 192 * (value - first) / (last - first):.1f}" for value in (*span, 1.0))
-    lines = f'<line class="base" x1="{base}" x2="{base}" y1="0" y2="20"/>'
-    lines += f'<line class="whisker" x1="{low}" x2="{high}" y1="10" y2="10"/><circle cx="{middle}" cy="10" r="4"/>'
-    return tag("svg", Html(lines), viewBox="0 0 200 20", class_="interval", aria_hidden="true")
+    header = ["micro_batch_size", "seconds per step", f"times as fast as {base}", "runs", "confidence"]
+    return [tag("p", words), table(header, rows, class_="explored")]
 
 
 def config(run: Run) -> list[Html]:

@@ -63,8 +63,9 @@ def test_all_that_the_page_says_is_what_the_record_holds(run: Path) -> None:
     assert len(drawn["predicted"]) == len(record["probe"][0]["predicted"])
     assert "A step of 16 would take about 2.0 MiB" in page.words["probe"]
     [[_, *rows]] = page.tables["exploration"]
-    assert [(row[0], row[2]) for row in rows] == [(str(each.candidate), f"{each.speedup:.2f}") for each in EXPLORED]
-    assert [row[3] for row in rows] == ["", "1.61 to 1.79", "1.38 to 1.55"]
+    assert [(row[0], row[2]) for row in rows] == [
+        (str(each["candidate"]), f"{each['speedup']:.2f}") for each in EXPLORED
+    ]
     assert "micro_batch_size 4 is the fastest" in page.words["exploration"]
 
 

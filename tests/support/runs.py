@@ -8,7 +8,6 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._probe.sizes import Measurement, ProbeResult
 from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.record import Report
-from adaptive_batching._step.fastest import Estimate, Exploration
 from tests.support.examples import RESULT
 
 PROBED: dict[str, Any] = {
@@ -30,10 +29,10 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
 }
 VERSIONS: dict[str, Any] = {"processor": "Z80, 1 cores", "versions": {"torch": "2.9", "torchtune": "0.6.1"}}
-EXPLORED = [
-    Estimate(1, 4, 0.512, 1.0, 0.0, 1.0, 1.0),
-    Estimate(4, 9, 0.301, 1.7, 0.99, 1.61, 1.79),
-    Estimate("auto", 8, 0.35, 1.46, 0.03, 1.38, 1.55),
+EXPLORED: list[dict[str, Any]] = [
+    {"candidate": 1, "runs": 4, "seconds": 0.512, "speedup": 1.0, "confidence": 0.0},
+    {"candidate": 4, "runs": 9, "seconds": 0.301, "speedup": 1.7, "confidence": 0.99},
+    {"candidate": "auto", "runs": 8, "seconds": 0.35, "speedup": 1.46, "confidence": 0.03},
 ]
 
 
@@ -59,7 +58,7 @@ def write_run(
     """Record a run whose batch doubles each epoch, and which runs out of memory once in the second."""
     if all_there_is:
         report.probe(RESULT, sequence_length=64, waited=1.5)
-        report.exploration(Exploration(EXPLORED[1], EXPLORED, 0.02))
+        report.exploration(recommended=EXPLORED[1], estimates=EXPLORED, noise=0.02)
         planned = [PlannedEpoch(e, [4 * 2**e], [8 * 2**e], steps, 8 * 2**e * steps, 3, 1e-4) for e in epochs]
         report.plan(planned, decided=True)
     for epoch in epochs:

@@ -1,22 +1,27 @@
-"""``micro_batch_size: explore``: time the ways to run a step on the user's data, and recommend the fastest."""
+"""``micro_batch_size: explore``: time the ways to run a step on the user's data, and recommend the fastest.
+
+A round is the same samples for every candidate. Rounds differ for all of them alike (other samples, a device that slows
+down), so times are compared within a round: what counts is the median of a candidate's ratios to another, and by how
+much these ratios vary.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist, median
 from typing import Any
 
 import torch
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._report.record import Report
-from adaptive_batching._step.fastest import Exploration, NothingRanError, explore
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
@@ -25,14 +30,76 @@ from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import held_back
 from adaptive_batching._torchtune.train.growing import StockSchedule
 from adaptive_batching._torchtune.train.recipe_work import parallel_of
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._values import ByLength, Fixed, SplitSize
 
 log = logging.getLogger(__name__)
 
-# Neighbouring candidates differ by at least this factor: closer ones hardly differ in speed.
-MIN_RATIO = 1.4
+Candidate = int | str  # samples of a forward, or "auto"
+Times = dict[Candidate, dict[int, float]]  # candidate -> round -> natural logarithm of its seconds
+
+MIN_RATIO = 1.4  # between neighbouring candidates: closer ones hardly differ in speed
+ENOUGH_CONFIDENCE, MOST_CONFIDENCE = 0.97, 0.99  # to stop, and to claim
+MAX_ROUNDS = 20
+WORTH_MEASURING = 0.01  # confidence below which a candidate is not measured again
+EXPECTED_NOISE = 0.05  # of a timing, as a fraction of it; counts as much as one observation
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of a candidate."""
+
+    candidate: Candidate
+    runs: int
+    seconds: float  # of an average round
+    speedup: float  # relative to the first candidate, the base
+    confidence: float  # probability that no other candidate is faster by more than the noise
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """The fastest candidate, all that ran, and the standard deviation of one timing, as a fraction of it."""
+
+    recommended: Estimate
+    estimates: list[Estimate]
+    noise: float
+
+
+def explore_micro_batch_size(
+    host: Host, run: StockRun, controller: BatchController, split_policy: SplitPolicy, stored: Mapping[str, Any],
+    report: Report,
+) -> SplitSize:  # fmt: skip
+    """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest.
+
+    Weights, gradients, random state and data order are left as they were.
+    """
+    most, chosen = split_policy.most_samples, stored.get("explored")
+    assert most is not None, "explored without a probe"
+    fits = not isinstance(chosen, int) or chosen <= most  # else the device is not that of the run that is resumed
+    if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
+        log.info("micro_batch_size %s, found by the run being resumed", chosen)
+        return _split_size(chosen)
+    # A batch that grows is explored at the size that fills memory, as far as it can grow.
+    batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
+    batches, dataset = controller.accumulation.batches_at(batch_size), host.loader.dataset
+    candidates: list[Candidate] = [*sizes_to_time(batch_size, most)]
+    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])  # a split by length is one by number
+    if not same_lengths and batch_size * batches > 1:
+        candidates.append(str(ByLength()))
+    log.info("exploring micro_batch_size %s at batch size %d; base is %s", candidates, batch_size, candidates[0])
+    with unchanged_random_state(host.device):
+        result = fastest(candidates, _timer_of_steps(host, run, split_policy, candidates, batch_size, batches))
+    if result is None:
+        raise DoesNotFitError(
+            f"all of micro_batch_size {candidates} ran out of memory, although {most} samples per forward fit in the "
+            "probe: something else has taken memory since, or there are longer samples. Free the device, or set "
+            f"{remedy(host)}"
+        )
+    report.exploration(**asdict(result))
+    chosen = result.recommended.candidate
+    log.info("using micro_batch_size=%s; with that in the config, the next run need not explore", chosen)
+    return _split_size(chosen)
 
 
 def sizes_to_time(batch_size: int, largest: int) -> list[int]:
@@ -44,99 +111,56 @@ def sizes_to_time(batch_size: int, largest: int) -> list[int]:
     return chosen[::-1]
 
 
-def settle_micro_batch_size(
-    host: Host, run: StockRun, controller: BatchController, split_policy: SplitPolicy, stored: Mapping[str, Any],
-    report: Report,
-) -> SplitSize:  # fmt: skip
-    """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest."""
-    most, chosen = split_policy.most_samples, stored.get("explored")
-    assert most is not None, "explored without a probe"
-    fits = not isinstance(chosen, int) or chosen <= most  # else the device is not that of the run that is resumed
-    if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
-        log.info("micro_batch_size %s, found by the run being resumed", chosen)
-        return _split_size(chosen)
-    meter = memory_meter(host.device)
-    # A batch that grows is explored at the size that fills memory, as far as it can grow.
-    batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
-    result = _explore(host, run, batch_size, controller.accumulation.batches_at(batch_size), split_policy, meter)
-    path, chosen = report.directory / "explored.yaml", result.recommended.candidate
-    host.ranks.on_first(lambda: _store(path, result, batch_size, meter.device_name))
-    report.exploration(result)
-    log.info("using micro_batch_size %s; to paste into the config: %s", chosen, path)
-    return _split_size(chosen)
-
-
-def _split_size(candidate: int | str) -> SplitSize:
+def _split_size(candidate: Candidate) -> SplitSize:
     return Fixed(candidate) if isinstance(candidate, int) else ByLength()
 
 
-def _explore(
-    host: Host, run: StockRun, batch_size: int, batches: int, split_policy: SplitPolicy, meter: MemoryMeter
-) -> Exploration:
-    """Time each candidate on the same samples and find the fastest, for steps of so many ``batches`` of ``batch_size``.
+def _timer_of_steps(
+    host: Host, run: StockRun, split_policy: SplitPolicy, candidates: Sequence[Candidate], batch_size: int, batches: int
+) -> Callable[[Candidate, int], float | None]:
+    """Return what measures a candidate in a round, for steps of so many ``batches`` of ``batch_size``.
 
-    Weights, gradients, random state and data order are left as they were.
+    It gives the seconds of forward and backward on the slowest rank; None if one ran out of memory.
     """
-    most, dataset = split_policy.most_samples, host.loader.dataset
-    assert most is not None, "explored without a probe"
-    sizes: list[int | str] = [*sizes_to_time(batch_size, most)]
-    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])  # a split by length is one by number
-    if not same_lengths and batch_size * batches > 1:
-        sizes.append(str(ByLength()))
-    windows = _windows(dataset, batch_size, batches, host.ranks.rank)
+    meter, windows = memory_meter(host.device), _windows(host.loader.dataset, batch_size, batches, host.ranks.rank)
+    works: dict[Candidate, TrainingWork] = {}
+    for candidate in candidates:
+        policy = replace(split_policy, size=_split_size(candidate), limit=TokenLimit())
+        works[candidate] = TrainingWork(host, Splitter(host, policy), StockSchedule(host, run))
+    runners = {each: StepRunner(work, TokenLimit(), parallel_of(host), recovers=False) for each, work in works.items()}
     seen: list[list[list[Sample]]] = []
-    works = {}
-    for size in sizes:
-        policy = replace(split_policy, size=_split_size(size), limit=TokenLimit())
-        works[size] = TrainingWork(host, Splitter(host, policy), StockSchedule(host, run))
-    runners = {size: StepRunner(work, TokenLimit(), parallel_of(host), recovers=False) for size, work in works.items()}
-    warm: set[int | str] = set()
+    warm: set[Candidate] = set()
 
-    def measure(size: int | str, round_: int) -> float | None:
+    def seconds_of(candidate: Candidate, parts: Sequence[Any]) -> float | None:
+        meter.synchronize()
+        start = time.perf_counter()
+        with held_back(host, is_last=False):
+            failed = runners[candidate].run_once(works[candidate].runs(parts)).failed
+        meter.synchronize()
+        seconds = time.perf_counter() - start
+        for parameter in host.model.parameters():
+            parameter.grad = None
+        if failed:
+            works[candidate].splitter.timer.forget()
+            return None
+        works[candidate].splitter.timer.read()  # rows learn their size
+        return host.ranks.largest(seconds)
+
+    def measure(candidate: Candidate, round_: int) -> float | None:
         if round_ == len(seen):
             seen.append(next(windows))
-        window, work, runner = seen[round_], works[size], runners[size]
+        window, work = seen[round_], works[candidate]
         work.splitter.begin_step()
-        if isinstance(size, str):  # by length
+        if isinstance(candidate, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        parts = runner.filled_up([part for group in work.split([window], None) for part in group])
-        if size not in warm:  # allocating memory and choosing kernels are paid for once
-            first = parts if host.is_compiled else parts[:1]  # shapes may be compiled one by one
-            if _seconds(host, runner, work, first, meter) is None:
+        parts = runners[candidate].filled_up([part for group in work.split([window], None) for part in group])
+        if candidate not in warm:  # allocating memory and choosing kernels are paid for once
+            warm.add(candidate)
+            if seconds_of(candidate, parts if host.is_compiled else parts[:1]) is None:  # shapes may be compiled each
                 return None
-        warm.add(size)
-        return _seconds(host, runner, work, parts, meter)
+        return seconds_of(candidate, parts)
 
-    log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
-    try:
-        with unchanged_random_state(meter.device):
-            result = explore(sizes, measure)
-    except NothingRanError as error:
-        raise DoesNotFitError(
-            f"{error}, although {most} samples per forward fit in the probe: something else has taken memory since, "
-            f"or there are longer samples. Free the device, or set {remedy(host)}"
-        ) from error
-    log.info("explored\n%s", "\n".join(_table(result)))
-    return result
-
-
-def _seconds(
-    host: Host, runner: StepRunner[Any, Any, Any], work: TrainingWork, parts: Sequence[MicroBatch], meter: MemoryMeter
-) -> float | None:
-    """Return the seconds of all ``parts`` on the slowest rank; None if one ran out of memory."""
-    meter.synchronize()
-    start = time.perf_counter()
-    with held_back(host, is_last=False):
-        failed = runner.run_once(work.runs(parts)).failed
-    meter.synchronize()
-    seconds = time.perf_counter() - start
-    for parameter in host.model.parameters():
-        parameter.grad = None
-    if failed:
-        work.splitter.timer.forget()
-        return None
-    work.splitter.timer.read()
-    return host.ranks.largest(seconds)
+    return measure
 
 
 def _windows(dataset: Any, batch_size: int, batches: int, rank: int) -> Iterator[list[list[Sample]]]:
@@ -151,24 +175,68 @@ def _windows(dataset: Any, batch_size: int, batches: int, rank: int) -> Iterator
             yield [samples[start : start + batch_size] for start in range(0, window, batch_size)]
 
 
-def _table(result: Exploration) -> list[str]:
-    lines = [f"  {'micro_batch_size':>16} {'s/step':>8} {'x base':>7} {'runs':>5}  confidence"]
-    for estimate in result.estimates:
-        mark = "  <- recommended" if estimate is result.recommended else ""
-        lines.append(
-            f"  {estimate.candidate:>16} {estimate.seconds:>8.3f} {estimate.speedup:>7.2f} {estimate.runs:>5}"
-            f"  {100 * estimate.confidence:.0f} of 100{mark}"
-        )
-    return [*lines, f"  noise of one timing: {100 * result.noise:.1f} %"]
+def fastest(
+    candidates: Sequence[Candidate], measure: Callable[[Candidate, int], float | None], max_rounds: int = MAX_ROUNDS
+) -> Exploration | None:
+    """Find the fastest candidate; stop when that is right with ``ENOUGH_CONFIDENCE``, or at ``max_rounds``.
+
+    ``measure`` takes a candidate and the round, and returns seconds, or None if it ran out of memory, which rules it
+    out; the result is None if all did. After the first round, only those are measured that could still be the fastest,
+    in alternating order.
+    """
+    times: Times = {}
+    possible, order, start = list(candidates), list(candidates), time.perf_counter()
+    for round_ in range(max_rounds):
+        log.info(
+            "round %d of at most %d: timing %d of %d sizes (%.0f s so far)",
+            round_ + 1, max_rounds, len(order), len(candidates), time.perf_counter() - start,
+        )  # fmt: skip
+        for candidate in order if round_ % 2 == 0 else order[::-1]:
+            seconds = measure(candidate, round_)
+            if seconds is None:
+                possible.remove(candidate)
+                times.pop(candidate, None)
+                continue
+            times.setdefault(candidate, {})[round_] = math.log(seconds)
+            best = _evaluate(times, len(possible)).recommended
+            log.info(
+                "recommended micro_batch_size %s, %.2fx base, confidence %.0f of 100",
+                best.candidate, best.speedup, math.floor(100 * best.confidence),
+            )  # fmt: skip
+        if not possible:
+            return None
+        times = {candidate: times[candidate] for candidate in possible}  # in the given order
+        result = _evaluate(times, len(possible))
+        # A single timing could be an outlier, so the best candidate and its closest rivals must be measured twice.
+        if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= ENOUGH_CONFIDENCE):
+            break
+        first_two = sorted(result.estimates, key=lambda each: each.seconds)[:2]
+        order = [e.candidate for e in result.estimates if e in first_two or e.confidence >= WORTH_MEASURING]
+    return result
 
 
-def _store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
-    """Write the table, as comments, and the line to paste into a config; warn if that is not possible."""
-    comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
-    comments += [*_table(result), "", "Paste this into the config so that the next run need not explore:"]
-    text = "".join(f"# {line}".rstrip() + "\n" for line in comments)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}micro_batch_size: {result.recommended.candidate}\n")
-    except OSError as error:
-        log.warning("the result of exploring could not be saved to %s (%s)", path, error)
+def _evaluate(times: Times, num_possible: int) -> Exploration:
+    """Return the fastest of the candidates that have run; of the other possible ones nothing is known."""
+    base, best = next(iter(times)), max(times, key=lambda candidate: len(times[candidate]))
+    for _ in range(2):  # by one that has run in most rounds, and then by the best
+        ratios = {one: [times[one][r] - times[best][r] for r in times[one] if r in times[best]] for one in times}
+        levels = {one: median(ratios[one]) for one in times}
+        best = min(times, key=levels.__getitem__)
+    # A ratio has two timings, and so twice the variance of one.
+    left = [(ratio - levels[one]) ** 2 / 2 for one in times for ratio in ratios[one] if len(ratios[one]) > 1]
+    freedom = sum(max(len(ratios[one]) - 1, 0) for one in times if one != best)
+    noise = math.sqrt((EXPECTED_NOISE**2 + sum(left)) / (1 + freedom))
+
+    def is_slower(other: Candidate, one: Candidate) -> float:
+        """Return the probability that ``other`` is slower than ``one``, or faster by no more than the noise."""
+        error = noise * math.sqrt(2 / min(len(times[one]), len(times[other])))
+        return NormalDist().cdf((levels[other] - levels[one] + noise) / error)
+
+    estimates = {}
+    for one in times:
+        confidence = math.prod(is_slower(other, one) for other in times if other != one)
+        confidence = min(confidence * 0.5 ** (num_possible - len(times)), MOST_CONFIDENCE)
+        seconds = math.exp(median(times[best].values()) + levels[one] - levels[best])
+        speedup = math.exp(levels[base] - levels[one])
+        estimates[one] = Estimate(one, len(times[one]), seconds, speedup, confidence)
+    return Exploration(estimates[best], list(estimates.values()), noise)

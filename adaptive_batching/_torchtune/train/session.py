@@ -23,7 +23,7 @@ from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.train.collectives import collectives_of
-from adaptive_batching._torchtune.train.exploring import settle_micro_batch_size
+from adaptive_batching._torchtune.train.exploring import explore_micro_batch_size
 from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSchedule, make_controller
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.probing import CacheInputs, find_maximum, sizing_of
@@ -107,7 +107,7 @@ class Session:
         split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
         size = probed.sizes.micro_batch_size
         if isinstance(size, Explore):
-            size = settle_micro_batch_size(host, run, controller, split_policy, stored, report)
+            size = explore_micro_batch_size(host, run, controller, split_policy, stored, report)
             self._explored = str(size) if isinstance(size, ByLength) else int(str(size))
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, ByLength))
         split_policy.size = size
