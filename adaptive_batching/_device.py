@@ -21,24 +21,26 @@ def device_name(device: torch.device) -> str:
 
 
 class RandomState:
-    """The state of all generators of the process: those of Python, numpy, and torch on the CPU and on a device."""
+    """The state of all generators of the process: of Python, numpy, torch on the CPU, and all devices of a kind."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of_torch = random_state(device)
+        self._devices = _all_of_kind(device)
+        self._of_torch = [random_state(each) for each in self._devices]
         self._of_python = random.getstate()
         numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
         self._of_numpy = numpy_random and numpy_random.get_state()
 
     def put_back(self) -> None:
-        set_random_state(self._of_torch, self._device)
+        for state, device in zip(self._of_torch, self._devices, strict=True):
+            set_random_state(state, device)
         random.setstate(self._of_python)
         if self._of_numpy is not None:
             sys.modules["numpy.random"].set_state(self._of_numpy)
 
     def __eq__(self, other: object) -> bool:
         def known(state: RandomState) -> list[Any]:
-            return [state._of_python, str(state._of_numpy), [x.tolist() for x in state._of_torch.values()]]
+            of_torch = [each.tolist() for of_one in state._of_torch for each in of_one.values()]
+            return [state._of_python, str(state._of_numpy), of_torch]
 
         return isinstance(other, RandomState) and known(self) == known(other)
 
@@ -53,6 +55,13 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         state.put_back()
+
+
+def _all_of_kind(device: torch.device) -> list[torch.device]:
+    """Return the devices of a kind that this process can reach, over which a model may be spread."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    count = module.device_count() if module is not None and hasattr(module, "get_rng_state_all") else 1
+    return [device] if count == 1 else [torch.device(device.type, index) for index in range(count)]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._kept_values import hash_of, plain_parts
+from adaptive_batching._tensors import hash_of, plain_parts
 from adaptive_batching._without_chance import WithoutChance
 
 Sample = TypeVar("Sample")

@@ -1,14 +1,14 @@
-"""Of all that runs somebody's code outside its own step, nothing stays: the probe, the checks, retries."""
+"""Of code that runs outside its own step, nothing stays that is declared: the probe, checks, retries."""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import random
 import threading
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -28,47 +28,88 @@ from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from tests.support.changing import Meter, Restless, Stateful, described, random_numbers
 
 SAMPLES = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+BY_STEPS = AdaptiveBatchingConfig(search="binary_search", round_to_power_of_two=False)
 
 
 class Loss:
-    """Sums up what it has computed, as people do for their logs."""
+    """Changes a module that it has, and what is listed; or also what nobody knows of."""
 
-    def __init__(self) -> None:
-        self.total, self.meter, self.history = torch.zeros(()), Meter(), list[float]()
+    def __init__(self, *, is_restless: bool = False) -> None:
+        self.centers, self.meter, self.history = Restless(), Meter(), list[float]()
+        self.total, self.longest = torch.zeros(()), 0
+        self._is_restless = is_restless
 
     def __call__(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        loss = model(batch).square().sum()
-        self.total = self.total + loss.detach()
-        self.meter.note(1.0)
-        self.history.append(float(len(batch)))
+        loss = model(batch).square().sum() + 0 * self.centers(batch.detach()).sum()
+        self.meter.note(float(loss.detach()))
+        if self._is_restless:
+            self.history.append(float(len(batch)))
+            self.total += loss.detach()
+            self.longest += 1
         return loss, len(batch)
+
+    def method(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self(model, batch)
+
+    def alone(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return self(model, batch)[0]
+
+
+class Masking:
+    """A collate function with generators of its own, one of which it makes when it is first called."""
+
+    def __init__(self) -> None:
+        self.ours, self.pythons = torch.Generator(), random.Random(0)
+        self.numpys, self.old = np.random.default_rng(0), np.random.RandomState(0)
+        self.late: torch.Generator | None = None
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        if self.late is None:
+            self.late = torch.Generator().manual_seed(3)
+        drawn = self.pythons.random() + self.numpys.random() + self.old.rand()
+        drawn += sum(torch.rand(1, generator=each).item() for each in (self.ours, self.late))
+        return torch.stack(samples) + 0 * drawn
 
 
 class Run:
-    """A model, an optimizer and a loss that change all they can."""
+    """A model, an optimizer, a loss and a collate function that change all that is declared."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_restless: bool = False, is_method: bool = False) -> None:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
-        self.model, self.loss = Restless(), Loss()
+        self.model, self.loss, self.collate = Restless(), Loss(is_restless=is_restless), Masking()
         self.optimizer = Stateful(self.model.linear.parameters())
-        self.step = AdaptiveStep[torch.Tensor](self.model, self.optimizer, self.loss)
-        self.optimizer.register_step_post_hook(lambda *_: self.loss.history.append(-1.0))
+        self.step = AdaptiveStep[torch.Tensor](
+            self.model, self.optimizer, self.loss.method if is_method else self.loss, self.collate,
+            state=[self.loss.meter],
+        )  # fmt: skip
+        self.steps = 0
+        self.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
 
     def state(self) -> Any:
-        return described([self.model, self.optimizer, vars(self.loss)]), random_numbers()
+        """All that is declared, bit for bit."""
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        known = [self.model, self.optimizer, self.loss.centers, self.loss.meter, gradients, vars(self.collate)]
+        return described(known), random_numbers(), self.steps
 
 
+@pytest.mark.parametrize("is_method", [False, True])
 @pytest.mark.parametrize("has_states", [False, True])
-def test_a_probe_leaves_nothing_behind(has_states: bool) -> None:
-    run = Run()
+def test_a_probe_leaves_nothing_behind(has_states: bool, is_method: bool) -> None:
+    run = Run(is_method=is_method)
     if has_states:
         run.step(SAMPLES)
     before = run.state()
-    found = run.step.find_maximum_batch_size(
-        SAMPLES[0], upper=8, settings=AdaptiveBatchingConfig(round_to_power_of_two=False)
-    )
-    assert found.batch_size == 8
+    assert run.step.find_maximum_batch_size(SAMPLES[0], upper=8, settings=BY_STEPS).batch_size == 8
+    assert run.state() == before
+    found = find_maximum_batch_size(
+        run.model, run.optimizer, run.loss.alone, lambda size: torch.stack(SAMPLES[:1] * size), upper=2,
+        settings=BY_STEPS, state=[run.loss.meter],
+    )  # fmt: skip
+    assert found.batch_size == 2
     assert run.state() == before
 
 
@@ -76,15 +117,17 @@ def test_a_check_for_dependence_leaves_nothing_behind() -> None:
     run = Run()
     before = run.state()
     first, second = torch.stack(SAMPLES[:3]), torch.stack([SAMPLES[0], *SAMPLES[3:5]])
-    find_batch_dependent_module(run.model, lambda batch: run.loss(run.model, batch), first, second, owners=[run.loss])
+    forward = lambda batch: run.loss(run.model, batch)  # noqa: E731
+    find_batch_dependent_module(run.model, forward, first, second, state=run.step._work.state)
     assert run.state() == before
 
 
-def test_measuring_a_loss_and_auditing_it_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("is_method", [False, True])
+def test_checks_and_audits_of_a_loss_leave_nothing_behind(is_method: bool) -> None:
     """A step that is split ends as one whose parts ran with nothing before them."""
 
     def ended(*, looked_at_before: bool) -> Any:
-        run = Run()
+        run = Run(is_method=is_method)
         run.step.max_tokens = 4
         if looked_at_before:
             run.step._work._parts_add_up = True
@@ -95,20 +138,25 @@ def test_measuring_a_loss_and_auditing_it_leave_nothing_behind() -> None:
     assert ended(looked_at_before=False) == ended(looked_at_before=True)
 
 
-def test_parts_that_run_again_change_what_they_would_have_changed_at_first() -> None:
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_parts_that_run_again_change_what_they_would_have_changed_at_first(steps_before: int) -> None:
     def ended(failures: int) -> Any:
         run = Run()
         run.step.max_tokens = 4
-        run.step(SAMPLES)
-        left = iter(range(failures))
+        for _ in range(steps_before):
+            run.step(SAMPLES)
+        left, calls = iter([False, *[True] * failures]), itertools.count()
 
         def fail(module: Any, args: Any) -> None:
-            if run.model.counts["calls"] == calls + 1 and next(left, None) is not None:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+            if torch.is_grad_enabled() and next(left, False):  # not in the first part
+                raise torch.OutOfMemoryError(f"CUDA out of memory ({next(calls)})")
 
-        calls = run.model.counts["calls"]
+        if not steps_before:  # the first step is looked at, which runs parts as well
+            run.step._work._parts_add_up = True
+            run.step._runner._audit._next = run.step._runner._audit._next_alike = 10  # type: ignore[union-attr]
+            run.step._limit.note(4)  # as many tokens have fitted: the samples run again as they were
         with_hook = run.model.register_forward_pre_hook(fail)
-        run.step(SAMPLES)  # as many tokens have fitted: the samples run again as they were
+        run.step(SAMPLES)
         with_hook.remove()
         assert run.step.num_recoveries == failures
         return run.state()
@@ -119,7 +167,7 @@ def test_parts_that_run_again_change_what_they_would_have_changed_at_first() -> 
 def test_what_fails_for_good_leaves_what_was_before_the_step() -> None:
     run = Run()
     run.step(SAMPLES)
-    before = described([run.model, vars(run.loss)])
+    before = described([run.model, run.loss.meter])
 
     def fail(module: Any, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -129,28 +177,79 @@ def test_what_fails_for_good_leaves_what_was_before_the_step() -> None:
     with pytest.raises(DoesNotFitError):
         run.step(SAMPLES)
     with_hook.remove()
-    assert described([run.model, vars(run.loss)]) == before
+    assert described([run.model, run.loss.meter]) == before
+
+
+# What is not declared
+
+
+def test_a_probe_and_the_first_audit_say_what_else_has_changed_once(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(run: Run, act: Callable[[Run], Any]) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            act(run)
+        return [record.getMessage() for record in caplog.records if "not put back" in record.getMessage()]
+
+    def split(run: Run) -> None:
+        run.step.max_tokens = 4
+        for _ in range(10):
+            run.step(SAMPLES)
+
+    acts: list[Callable[[Run], Any]] = [
+        split, lambda run: run.step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+    ]  # fmt: skip
+    for act in acts:
+        run = Run(is_restless=True)
+        [line] = warned(run, act)
+        assert "loss.history grew by " in line and "loss.longest went from " in line and "loss.total has other" in line
+        assert "state=[...]" in line and "meter" not in line and "model." not in line
+        assert warned(run, act) == []
+        assert warned(Run(), act) == []
+    listed = Run(is_restless=True)
+    listed.step._work.state.listed.append(Listing(listed.loss))
+    [line] = warned(listed, split)
+    assert "history" not in line and "longest" in line
+
+
+class Listing:
+    """Has the history of a loss for its state."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self._loss.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loss.history[:] = state["history"]
+
+
+def test_what_is_listed_needs_a_state() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"state has \{\}, of dict, which has no state_dict and load_state_dict"):
+        AdaptiveStep[torch.Tensor](model, optimizer, Loss(), state=[{}])
+
+
+# What is kept of optimizers and modules, and what it costs
 
 
 class Many(nn.Module):
-    """A model of so many parameters, which notes its tensors in a dictionary and a list in every forward."""
+    """A model of so many parameters, and a buffer for each."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.ones(1) for _ in range(number)])
-        self.seen = {name: torch.zeros(1) for name, _ in self.named_parameters()}
-        self.nested = [[0] for _ in range(number)]
+        for at in range(number):
+            self.register_buffer(f"seen_{at}", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen["weights.0"] += 1
-        self.nested[-1].append(1)
+        for buffer in self.buffers():
+            buffer += 1
         return x * torch.stack(list(self.weights)).sum()
 
 
-BY_STEPS = AdaptiveBatchingConfig(search="binary_search")
-
-
-def test_a_probe_restores_states_and_containers_of_more_than_a_thousand_entries() -> None:
+def test_a_probe_restores_more_than_a_thousand_states_and_buffers() -> None:
     model = Many(1010)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -165,175 +264,86 @@ def test_a_probe_restores_states_and_containers_of_more_than_a_thousand_entries(
     assert described([model, optimizer]) == before
 
 
-class ByRow:
-    """A loss with a table of so many rows, of which it keeps views or which it changes in place."""
+class Large(nn.Module):
+    """Has buffers of 2 MiB, one of which it changes, past what counts writes if need be."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = [torch.zeros(1) for _ in range(rows)]
-        self.replaced = dict(enumerate(self.rows))
-        self.notes: list[list[float]] = [[] for _ in range(rows)]
-        self.in_place = False
+    changing: torch.Tensor
 
-    def __call__(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        loss = model(batch).square().sum()
-        self.replaced[len(self.rows) - 1] = loss.detach()
-        self.notes[-1].append(1.0)
-        if self.in_place:
-            self.rows[-1] += 1
-        return loss, len(batch)
+    def __init__(self, *, by_data: bool) -> None:
+        super().__init__()
+        self.linear, self._by_data = nn.Linear(4, 1), by_data
+        self.register_buffer("changing", torch.zeros(2**19))
+        for at in range(8):
+            self.register_buffer(f"calm_{at}", torch.zeros(2**19))
 
-
-def test_a_large_table_of_a_loss_is_put_back_or_its_change_is_an_error() -> None:
-    model, loss = nn.Linear(4, 4), ByRow(1010)
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
-    before = described(vars(loss))
-    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
-    assert described(vars(loss)) == before
-    loss.in_place = True
-    with pytest.raises(ConfigError, match=r"changes tensors in place in a list .* more than 1,000 entries \(1, "):
-        step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changing = self.changing.data if self._by_data else self.changing
+        changing[:3] += len(x)
+        return self.linear(x) + 0 * self.changing[0].item()  # type: ignore[no-any-return]
 
 
-def test_views_of_weights_in_a_large_table_are_no_error() -> None:
-    model = Many(1010)
-    loss = ByRow(1010)
-    loss.rows = list(model.state_dict().values())
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
-    before = described([model, loss.rows])
-    step.find_maximum_batch_size(torch.ones(1), upper=2, settings=BY_STEPS)
-    assert described([model, loss.rows]) == before
+def squares(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).square().sum(), len(batch)
 
 
-Sum = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-class Owner:
-    """Keeps what its loss has computed, out of sight as well, and learns a scale."""
-
-    class Hidden:
-        __slots__ = ("total",)
-        total: torch.Tensor
+class Copies(TorchDispatchMode):
+    """Adds up the bytes that are copied within it."""
 
     def __init__(self) -> None:
-        self.scale, self.weight, self.hidden = nn.Parameter(torch.ones(())), torch.ones(()), self.Hidden()
-        self.hidden.total = torch.zeros(())
-        self.last: list[torch.Tensor] = []
+        super().__init__()
+        self.num_bytes = 0
 
-    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss = model(batch).sum() * self.scale * self.weight
-        self.weight = self.weight * 1.0
-        self.hidden.total += loss.detach()
-        self.last.append(loss)
-        return loss
-
-    def method(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return self(model, batch)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::clone", "aten::_to_copy", "aten::copy_"):
+            self.num_bytes += result.nbytes
+        return result
 
 
-def enclosing(scale: nn.Parameter | None = None) -> Sum:
-    weight, kept = torch.ones(()), dict[str, torch.Tensor]()
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        nonlocal weight
-        before = kept.get("sum", torch.zeros(())).detach()
-        kept["sum"] = model(batch).sum() * weight * (1.0 if scale is None else scale) + 0 * before
-        weight = weight * 1.0
-        return kept["sum"]
-
-    return loss
-
-
-WEIGHT, KEPT = torch.ones(()), dict[str, torch.Tensor]()
-
-
-def naming(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    global WEIGHT
-    KEPT["sum"] = model(batch).sum() * WEIGHT + KEPT.get("sum", torch.zeros(())).detach() * 0
-    WEIGHT = WEIGHT * 1.0
-    return KEPT["sum"]
-
-
-def with_hooks(model: nn.Module) -> Sum:
-    """A loss that is plain, of a model whose hooks add up what they see."""
-    sums, norms = dict[str, torch.Tensor](), [torch.zeros(())]
-
-    class Watch:
-        total = torch.zeros(())
-
-        def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            self.total = self.total + output.detach().sum()
-
-    def note(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        sums["all"] = sums.get("all", 0.0) + output.detach().sum()
-        return output + 0 * sums["all"]
-
-    model.register_forward_hook(note)
-    model.register_forward_hook(Watch().note)
-    next(model.parameters()).register_hook(lambda gradient: norms.append(norms[-1] + gradient.norm()))
-    return lambda model, batch: model(batch).sum()  # type: ignore[no-any-return]
-
-
-def of_scale(make: Callable[[nn.Parameter], Sum]) -> tuple[Sum, list[nn.Parameter]]:
-    scale = nn.Parameter(torch.ones(()))
-    return make(scale), [scale]
-
-
-def of_owner(make: Callable[[Owner], Sum]) -> tuple[Sum, list[nn.Parameter]]:
-    owner = Owner()
-    return make(owner), [owner.scale]
-
-
-KEEPING: dict[str, Callable[[nn.Module], tuple[Sum, list[nn.Parameter]]]] = {
-    "object": lambda _: of_owner(lambda owner: owner),
-    "method": lambda _: of_owner(lambda owner: owner.method),
-    "closure": lambda _: of_scale(enclosing),
-    "closure around a method": lambda _: of_owner(lambda owner: lambda model, batch: owner.method(model, batch)),
-    "globals": lambda _: (naming, []),
-    "hooks": lambda model: (with_hooks(model), []),
-}
-
-
-IN_LOOP = ("method", "globals", "hooks")
-
-
-@pytest.mark.parametrize(
-    ("kind", "in_loop"), [*((kind, False) for kind in KEEPING), *((kind, True) for kind in IN_LOOP)]
-)
-def test_training_goes_on_as_without_a_probe_whatever_keeps_what_it_has_computed(kind: str, in_loop: bool) -> None:
-    def trained(*, probes: bool) -> list[Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        loss, own = KEEPING[kind](model)
-        optimizer = torch.optim.AdamW([*model.parameters(), *own], weight_decay=0.1)
-        step = AdaptiveStep[torch.Tensor](model, optimizer, loss, count=len)
-        if probes and in_loop:
-            step.find_maximum_batch_size(SAMPLES[0], upper=2)
-        elif probes:
-            find_maximum_batch_size(model, optimizer, loss, lambda size: torch.stack(SAMPLES[:1] * size), upper=2)
-        assert all(parameter.grad is None for parameter in (*model.parameters(), *own))
+@pytest.mark.parametrize("by_data", [False, True])
+def test_no_step_copies_large_buffers_that_stay_as_they_are(by_data: bool) -> None:
+    model = Large(by_data=by_data)
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), squares)
+    step(SAMPLES)
+    with Copies() as copies:
         step(SAMPLES)
-        return [parameter.tolist() for parameter in (*model.parameters(), *own)]
+    assert model.changing.nbytes <= copies.num_bytes < 2 * model.changing.nbytes
+    failures = iter([False, True, False, True])
 
-    assert trained(probes=True) == trained(probes=False)
+    def run_out(*_: Any) -> None:
+        if torch.is_grad_enabled() and next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_hook(run_out)
+    for _ in range(3):
+        step(SAMPLES)
+    assert step.num_recoveries == 2
+    assert model.changing[:3].eq(5 * 8).all() and model.changing[3:].eq(0).all()
 
 
-def test_a_count_that_is_a_method_is_put_back() -> None:
-    class Counts:
+def test_the_tables_of_a_model_and_the_numbers_that_describe_them_stay_together() -> None:
+    """As of rotary embeddings that become longer with what they see."""
+
+    class Growing(nn.Module):
+        table: torch.Tensor
+
         def __init__(self) -> None:
-            self.seen = [torch.zeros(())]
+            super().__init__()
+            self.linear, self.most = nn.Linear(4, 1), 2
+            self.register_buffer("table", torch.ones(2))
 
-        def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-            self.seen.append(self.seen[-1] + batch.sum())
-            return (batch[:, 0] * 0 + 1).sum() + 0 * self.seen[-1]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > self.most:
+                self.most, self.table = len(x), torch.full((len(x),), float(len(x)))
+            return self.linear(x) * self.table[: len(x), None]  # type: ignore[no-any-return]
 
-        def method(self, batch: torch.Tensor) -> torch.Tensor:
-            return self(batch)
+    model = Growing()
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), squares)
+    step.find_maximum_batch_size(SAMPLES[0], upper=8, settings=BY_STEPS)
+    assert (model.most, model.table.tolist()) == (2, [1.0, 1.0])
 
-    model, counts = nn.Linear(4, 1), Counts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = AdaptiveStep[torch.Tensor](model, optimizer, lambda model, batch: model(batch).mean(), count=counts.method)
-    step.find_maximum_batch_size(SAMPLES[0], upper=2)
-    assert len(counts.seen) == 1
+
+# What is left alone
 
 
 class ReadAhead:
@@ -342,7 +352,7 @@ class ReadAhead:
     def __init__(self, kind: str) -> None:
         self.model = nn.Linear(4, 1)
         self.ahead: Any = [] if kind == "list" else collections.deque()
-        self.drawn, self.seen, self.kind = 0, list[int](), kind
+        self.drawn = 0
         self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
         if kind == "another object":  # which has no thread itself
             holder: Any = types.SimpleNamespace(source=self, note=self.note)
@@ -359,13 +369,10 @@ class ReadAhead:
             self.drawn += 1
             self.done.release()
 
-    def draw(self) -> None:
-        """Have the thread draw another sample, now."""
+    def note(self) -> None:
+        """Have the thread draw another sample, now: while the loss is computed, whatever that is for."""
         self.wanted.release()
         self.done.acquire()
-
-    def note(self) -> None:
-        self.draw()  # while the loss is computed, whatever that is for
 
     def method(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         self.note()
@@ -395,79 +402,6 @@ def test_no_sample_is_lost_that_a_thread_has_read_ahead(kind: str) -> None:
     assert [*taken, *source.ahead] == list(range(source.drawn)), "each once, in order"
 
 
-def test_what_has_a_pool_of_threads_keeps_what_it_counts_and_its_modules_are_put_back() -> None:
-    class Pooled:
-        def __init__(self) -> None:
-            self.pool, self.results = ThreadPoolExecutor(1), list[Any]()
-            self.codes = nn.BatchNorm1d(4, affine=False)
-
-        def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-            self.pool.submit(self.results.append, len(batch)).result()
-            self.codes(torch.stack([batch[0], batch[0] + 1]))
-            return model(batch).square().sum(), len(batch)
-
-    model, pooled = nn.Linear(4, 1), Pooled()
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), pooled.loss)
-    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
-    assert pooled.results and pooled.codes.num_batches_tracked == 0
-    pooled.pool.shutdown()
-
-
-class Holding:
-    """A loss that is a method of what holds large tensors and arrays, two of which it changes."""
-
-    def __init__(self) -> None:
-        self.large = [torch.zeros(2**18) for _ in range(8)]  # of 1 MiB each
-        self.array, self.counted = np.zeros(2**17), np.zeros(2**17)
-        self.changing = torch.zeros(2**15)  # of 128 KiB
-        self.after = 0  # steps that only read
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        with torch.no_grad():
-            self.changing += len(batch)
-            self.counted += len(batch)
-        return model(batch).square().sum() + self.large[0].sum() + float(self.array.sum()), len(batch)
-
-
-class Copies(TorchDispatchMode):
-    """Adds up the bytes that are copied within it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::clone", "aten::_to_copy", "aten::copy_"):
-            self.num_bytes += result.nbytes
-        return result
-
-
-def test_no_step_copies_what_a_loss_holds_and_leaves_as_it_is() -> None:
-    model, holding = nn.Linear(4, 1), Holding()
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), holding.loss)
-    step(SAMPLES)
-    with Copies() as copies:
-        step(SAMPLES)
-    assert holding.changing.nbytes <= copies.num_bytes < 2 * holding.changing.nbytes
-
-
-def test_what_a_loss_changes_in_place_is_put_back_before_samples_run_again() -> None:
-    model, holding = nn.Linear(4, 1), Holding()
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), holding.loss)
-    failures = iter([False, True, False, True])
-
-    def run_out(*_: Any) -> None:
-        if torch.is_grad_enabled() and next(failures, False):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model.register_forward_hook(run_out)
-    for _ in range(4):
-        step(SAMPLES)
-    assert step.num_recoveries == 2
-    assert holding.changing.eq(4 * 8).all() and (holding.counted == 4 * 8).all()
-
-
 def compiled(kept: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not torch.compiler.is_compiling():
@@ -477,14 +411,10 @@ def compiled(kept: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return torch.compile(loss, backend="eager")  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("encloses", [False, True])
-def test_a_compiled_loss_is_compiled_after_a_check_too(encloses: bool) -> None:
-    kept = types.ModuleType("kept")  # whose attributes nobody puts back
-    kept.eager = 0  # type: ignore[attr-defined]
-    of_compiled = compiled(kept)
-    loss = (lambda model, batch: of_compiled(model, batch)) if encloses else of_compiled
+def test_a_compiled_loss_is_compiled_after_a_check_too() -> None:
+    kept = types.SimpleNamespace(eager=0)
     model = nn.Linear(4, 1)
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), compiled(kept))
     step.max_tokens = 4
     step(SAMPLES)
     checked = kept.eager
@@ -492,22 +422,3 @@ def test_a_compiled_loss_is_compiled_after_a_check_too(encloses: bool) -> None:
     for _ in range(3):
         step(SAMPLES)
     assert kept.eager == checked
-
-
-def test_the_probe_and_checks_draw_nothing_from_generators_of_a_collate_function() -> None:
-    model, chance, numpy_chance = nn.Linear(4, 1), random.Random(0), np.random.default_rng(0)
-
-    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(samples) + 0 * (chance.random() + numpy_chance.random())
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return model(batch).square().sum(), len(batch)
-
-    step = AdaptiveStep[torch.Tensor](model, torch.optim.SGD(model.parameters(), lr=0.1), loss, collate)
-    step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
-    step.max_tokens = 4
-    step(SAMPLES)  # in two parts, after checks of the loss and an audit
-    undisturbed = random.Random(0), np.random.default_rng(0)
-    for generator in (*undisturbed, *undisturbed):
-        generator.random()
-    assert [chance.random(), numpy_chance.random()] == [generator.random() for generator in undisturbed]

@@ -186,8 +186,8 @@ class ScriptNotes:
 def is_rehearsing() -> bool:
     """True in a step of a probe of ours, which is undone and is no step of training."""
     trial = sys.modules.get("adaptive_batching._probe.trial")
-    snapshot = sys.modules.get("adaptive_batching._snapshot")
-    return any(module is not None and bool(module.rehearsing) for module in (trial, snapshot))
+    state = sys.modules.get("adaptive_batching._state")
+    return any(module is not None and bool(module.rehearsing) for module in (trial, state))
 
 
 def stack_of(frame: Any) -> list[dict[str, Any]]:

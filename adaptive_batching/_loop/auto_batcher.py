@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from adaptive_batching._snapshot import StepState
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.split import samples_within
@@ -30,9 +29,8 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
 
     what, noun = "them", "row"
 
-    def __init__(self, device: torch.device, *, state: StepState | None = None, remedy: str) -> None:
-        self.device, self.state = device, state
-        self._remedy = remedy
+    def __init__(self, device: torch.device, *, remedy: str) -> None:
+        self.device, self._remedy = device, remedy
         self._runner = StepRunner(self, TokenLimit())
 
     @property

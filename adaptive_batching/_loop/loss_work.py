@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching import _snapshot
+from adaptive_batching import _state
 from adaptive_batching._evidence import in_groups, losses_of_groups
 from adaptive_batching._loop.samples import (
     Loss,
@@ -29,7 +29,7 @@ from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
-from adaptive_batching._snapshot import draws_put_back, rehearsal
+from adaptive_batching._state import State, draws_put_back, rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -68,10 +68,11 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         length: Callable[[Sample], int] | None,
         limit: TokenLimit,
         parallel: DataParallel,
+        state: State,
         *,
         balances_ranks: bool,
     ) -> None:
-        super().__init__(device_of(model), collate, length, [model, loss])
+        super().__init__(device_of(model), collate, length, state)
         self.max_tokens: int | None = None
         """Padded tokens that a part holds at most, as the user has set it."""
 
@@ -145,7 +146,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         return [partial(self._run, part) for part in parts]
 
     def _run(self, part: LossPart) -> tuple[torch.Tensor, torch.Tensor]:
-        is_timed = self._sharing is not None and not part.is_filler and not _snapshot.rehearsing
+        is_timed = self._sharing is not None and not part.is_filler and not _state.rehearsing
         with self._timer.around(part) if is_timed else contextlib.nullcontext():
             total, number = self.forward(part.samples)
             if part.is_filler:
@@ -156,9 +157,6 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
                 return torch.zeros_like(total), number
             self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
         return total.detach(), number
-
-    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
-        return draws_put_back(self.collate, self._model)
 
     def _observe(self, part: LossPart, seconds: float) -> None:
         assert self._sharing is not None
@@ -209,7 +207,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             return None
         limits = [limit for limit in (self.max_tokens, self._limit.max_tokens, most_tokens) if limit is not None]
         most = int(ranks.smallest(self._most_within(few, min(limits, default=None))))
-        with self.rehearsing():
+        with draws_put_back(self.collate):
             is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
             while not is_known and most > 2:
                 most = min(most - 1, 4)
@@ -240,7 +238,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             return module
         groups = self._groups_of(few, most)
         parameters = list(self._model.parameters())
-        with rehearsal([self._model, self._loss], device_of(self._model)) as start_over:
+        with rehearsal(self.state, device_of(self._model)) as start_over:
             losses = losses_of_groups(groups, self._values_of, parameters, start_over, device_of(self._model))
             if losses.add_up and losses.change <= losses.rounding:
                 return None
@@ -254,7 +252,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         batches = [collated([first, second, second], self.collate) for second in (one, other)]
         forward = partial(run_forward, self._loss, self._model)
         try:
-            module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
+            module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, state=self.state)
         except Exception as error:
             if sharded_roots(self._model) or not is_out_of_memory(error):
                 raise

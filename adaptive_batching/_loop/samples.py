@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._device import without_waiting
-from adaptive_batching._snapshot import StepState
+from adaptive_batching._state import State
 from adaptive_batching._step.split import padded_tokens
 from adaptive_batching._step.work import P, R, Samples, Work
 from adaptive_batching._values import ConfigError
@@ -39,17 +39,19 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
         device: That the model is on.
         collate: Turns a list of samples into a batch.
         length: Tokens of a sample; None if all take the same memory.
-        owners: What a forward and backward may change; see :class:`~adaptive_batching._snapshot.Snapshot`.
+        state: What a forward and backward may change.
     """
+
+    state: State
 
     def __init__(
         self,
         device: torch.device,
         collate: Callable[[list[Sample]], Any],
         length: Callable[[Sample], int] | None,
-        owners: Sequence[Any],
+        state: State,
     ) -> None:
-        self.device, self.state = device, StepState(owners)
+        self.device, self.state = device, state
         self.pads = True
         """False if samples are laid end to end."""
 

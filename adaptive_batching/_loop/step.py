@@ -33,7 +33,7 @@ from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import num_collectives
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
-from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._state import State, draws_put_back, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.limits import TokenLimit
@@ -69,9 +69,12 @@ class AdaptiveStep(Generic[Sample]):
             its number. None if ``loss`` returns a sum and its number itself.
         balance_ranks: True to have ranks share out the samples of a step by their lengths where ``max_tokens`` is set:
             some are sent to another rank, and collated there. False to have each compute its own.
+        state: Whatever else ``loss`` changes, such as a total that it sums up: objects with ``state_dict`` and
+            ``load_state_dict``, which each step saves. It is as before when samples run again, and after checks and
+            the probe, as weights, buffers, gradients, optimizer states and random numbers are in any case.
 
     Raises:
-        ConfigError: If several processes train together in another way.
+        ConfigError: If an object of ``state`` has no such methods, or several processes train together in another way.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class AdaptiveStep(Generic[Sample]):
         count: Callable[[Any], torch.Tensor | float] | None = None,
         max_grad_norm: float | None = None,
         balance_ranks: bool = True,
+        state: Sequence[Any] = (),
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -95,9 +99,11 @@ class AdaptiveStep(Generic[Sample]):
         self._knows_ranks_are_alone = False
         self._limit = TokenLimit()
         self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
+        declared = State([model], losses={"loss": loss, "count": count}, draws=[collate], listed=state)
         self._work = LossWork(
-            model, optimizer, self._loss, collate, length, self._limit, self._parallel, balances_ranks=balance_ranks
-        )
+            model, optimizer, self._loss, collate, length, self._limit, self._parallel, declared,
+            balances_ranks=balance_ranks,
+        )  # fmt: skip
         remedy = "have loss return a sum and its number, or set max_tokens=None and a smaller batch"
         audit = Audit(self._work, self._parallel.ranks, remedy)
         self._runner = StepRunner(self._work, self._limit, self._parallel, audit=audit)
@@ -295,12 +301,11 @@ class AdaptiveStep(Generic[Sample]):
         self._record([sample], of_batch)
         step = TrainingStep(
             unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), run,
-            owners=[self._loss, self._collate],
+            state=self._work.state,
         )  # fmt: skip
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)
-        with self._work.rehearsing():
-            result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
+        result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
         self._limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 
@@ -347,7 +352,7 @@ class AdaptiveStep(Generic[Sample]):
         """Learn what shards communicate in a forward and backward, for which all ranks have to have a batch."""
         parallel, batches = self._parallel, list[Any]()
         if not parallel.is_recorded:
-            with self._work.rehearsing():
+            with draws_put_back(self._collate):
                 parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
             parallel.record(lambda: forward_backward(batches[0]), device_of(self._model))
 
@@ -358,7 +363,7 @@ class AdaptiveStep(Generic[Sample]):
 
         def issued() -> int:
             device = device_of(self._model)
-            with self._work.rehearsing(), rehearsal([self._model, self._loss], device), torch.no_grad():
+            with rehearsal(self._work.state, device), torch.no_grad():
                 before = num_collectives(device)
                 run_forward(self._loss, self._model, collated([sample], self._collate))
                 return num_collectives(device) - before

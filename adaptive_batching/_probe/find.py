@@ -34,6 +34,7 @@ from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_s
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._state import State
 from adaptive_batching._unused_memory import keep_freed_memory_on_the_host, little_to_collect
 from adaptive_batching._values import ConfigError, memory_size
 
@@ -170,6 +171,7 @@ def find_maximum_batch_size(
     *,
     upper: int = LARGEST_TRIED,
     settings: AdaptiveBatchingConfig = AdaptiveBatchingConfig(),  # noqa: B008 (immutable)
+    state: Sequence[Any] = (),
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and restore all state afterwards.
 
@@ -181,6 +183,8 @@ def find_maximum_batch_size(
         make_batch: Batch size -> a batch of that many worst-case samples, such as the longest, on the device.
         upper: Largest size to try, such as the number of samples in the data; at least 1.
         settings: Provides ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom``.
+        state: Whatever else ``loss`` changes that has to be as before: objects with ``state_dict`` and
+            ``load_state_dict``. Weights, buffers, gradients, optimizer states and random numbers are, in any case.
 
     Returns:
         The size as ``batch_size``, which has run within the limit as training repeats it: twice in a row without the
@@ -205,7 +209,8 @@ def find_maximum_batch_size(
         model.zero_grad()  # also of what no optimizer has
 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    step = TrainingStep(model, optimizers, make_batch, run, owners=[loss, make_batch])
+    declared = State([model], losses={"loss": loss}, draws=[make_batch], listed=state)
+    step = TrainingStep(model, optimizers, make_batch, run, state=declared)
     return find_largest(
         step, settings, memory_meter(device), ProbeRequest(upper, rounds=settings.round_to_power_of_two)
     )

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching._state import State
+
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -33,8 +35,8 @@ class TrainingStep:
     updates: bool = True
     """False if :attr:`run` takes no optimizer step."""
 
-    owners: Sequence[Any] = ()
-    """Whatever else a step may change: a loss that is an object or encloses something, a trainer."""
+    state: State | None = None
+    """What a step may change besides the optimizers; None for the model alone."""
 
 
 def has_states(optimizer: Optimizer) -> bool:

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._memory import MemoryMeter, free_host_bytes
@@ -29,7 +30,8 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.paged_states import make_paged_states, set_to_zero
 from adaptive_batching._probe.probed_step import TrainingStep, has_states, trainable
 from adaptive_batching._probe.sizes import Measurement
-from adaptive_batching._snapshot import Snapshot, without_hooks
+from adaptive_batching._state import Saved, State
+from adaptive_batching._undeclared import reporting
 from adaptive_batching._unused_memory import keep_little_on_the_host
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_size
 
@@ -77,7 +79,7 @@ class Trial:
             stack.enter_context(unchanged_random_state(self._meter.device))
             # Those that a trial steps, if only to make their states.
             stepped = [one for one in self._step.optimizers if self._step.updates or not has_states(one)]
-            stack.enter_context(unchanged(self._step.model, stepped, self._scratch, self._step.owners))
+            stack.enter_context(unchanged(self._step.model, stepped, self._scratch, self._step.state))
             self._meter.release()
             if self._meter.device.type == "cpu":
                 keep_little_on_the_host()
@@ -179,18 +181,21 @@ class Trial:
 
 @contextlib.contextmanager
 def unchanged(
-    model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None, owners: Sequence[Any] = ()
+    model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None, state: State | None = None
 ) -> Iterator[None]:
-    """Restore what steps of ``optimizers`` change of them, of ``model`` and of ``owners``, on exit, bit for bit.
+    """Restore what steps of ``optimizers`` change of their states, of ``model`` and of ``state``, on exit, bit for bit.
 
     States of paged optimizers that are not there yet are made, and set to their first values on exit.
     """
     stepped = [parameter for parameter in _in_groups(optimizers) if parameter.requires_grad]
-    gradients = [(parameter, parameter.grad) for parameter in parameters_of(model, optimizers)]
+    state = State([model]) if state is None else state
+    parameters = {id(each): each for each in (*parameters_of(model, optimizers), *state.parameters)}.values()
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     paged = make_paged_states(optimizers)
-    snapshot = Snapshot([model, *optimizers, *owners], elsewhere=[*stepped, *paged], copies="nowhere")
+    saved = Saved(state, parameters, optimizers=optimizers, elsewhere=[*stepped, *paged])
+    copied = [*stepped, *(part for kept in saved.kept for part in kept.parts)]
     global rehearsing
-    with kept_aside([*stepped, *snapshot.tensors], scratch), without_hooks(optimizers):
+    with kept_aside(copied, scratch), without_hooks(optimizers), reporting(state, *optimizers):
         rehearsing = True
         try:
             yield
@@ -199,8 +204,28 @@ def unchanged(
             set_to_zero(paged)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            snapshot.put_back()
-    snapshot.check_uncopied()
+            saved.put_back()
+    saved.check()
+
+
+@contextlib.contextmanager
+def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Step ``optimizers`` inside without the hooks that somebody has registered: they count steps, or log them."""
+    hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    for wrapped in optimizers:  # Accelerate's and Fabric's wrap one
+        for optimizer in (wrapped, getattr(wrapped, "optimizer", None), getattr(wrapped, "_optimizer", None)):
+            own = getattr(optimizer, "__dict__", {})
+            names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+            hooks += [own[name] for name in names if name in own and all(own[name] is not one for one in hooks)]
+    saved = [dict(hook) for hook in hooks]
+    for of_one in hooks:
+        of_one.clear()
+    try:
+        yield
+    finally:
+        for of_one, before in zip(hooks, saved, strict=True):
+            of_one.clear()
+            of_one.update(before)
 
 
 def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from adaptive_batching._evidence import gradient_error, perturbed
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._state import rehearsal
 from adaptive_batching._step.work import Work
+from adaptive_batching._undeclared import reporting
 from adaptive_batching._values import DRY_RUN, ConfigError, percent
 
 _PARTS = 16  # of a step, of which two samples are chosen
@@ -35,13 +36,15 @@ class GradientsDifferError(ConfigError):
 class Audit:
     """Compares the gradient of two parts with that of their union, on all ranks together.
 
+    The first comparison also reports what the samples change that nobody puts back.
+
     It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
     or three samples run, of unlike lengths, and short ones of these, so that it costs a small part of these steps.
     Where a step has none of unlike lengths, like ones show less, as nothing is padded: these are counted by themselves,
     and the first step that has unlike ones is looked at as well.
 
     Args:
-        work: That runs parts; its ``state`` is told when to look what a forward changes.
+        work: That runs parts, and has a ``state``.
         ranks: That train together.
         remedy: What to do if gradients differ, in words.
         every: Steps from one look to the next; None for powers of ten.
@@ -53,11 +56,6 @@ class Audit:
         self._remedy, self._every = remedy, every
         self._steps = 0
         self._next = self._next_alike = 1  # the second where a step has only samples of one length
-
-    def begin_step(self) -> None:
-        """Have the step watched for what it changes besides gradients where a look is due, which takes copies of it."""
-        if self._steps + 1 in (self._next, self._next_alike):  # and not in each one after it, if none is split
-            self._state.look_again()
 
     def end_step(self) -> None:
         self._steps += 1
@@ -108,8 +106,7 @@ class Audit:
         """
         parameters = self._work.parameters()
         together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
-        around = rehearsal(self._state.owners, parameters[0].device, parameters)
-        with self._work.rehearsing(), around as start_over:
+        with reporting(self._state), rehearsal(self._state, parameters[0].device, parameters) as start_over:
 
             def measured(first: Callable[[], bool], second: Callable[[], bool]) -> tuple[float, float] | None:
                 compared = gradient_error(parameters, first, second, start_over)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._evidence import without_gradients
-from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._state import State, rehearsal
 
 # Equal shapes use the same kernels, so values that the other samples do not affect are equal bit for bit. A mixture of
 # experts is the exception: its experts get different numbers of tokens, and round differently. So a dependence has to
@@ -39,7 +39,7 @@ def find_batch_dependent_module(
     second: Any,
     *,
     num_samples: int | None = None,
-    owners: Sequence[Any] = (),
+    state: State | None = None,
 ) -> str | None:
     """Find the first module through which a sample's values depend on the other samples of its batch.
 
@@ -50,14 +50,14 @@ def find_batch_dependent_module(
     different. Samples should be short, because one token's change is lost among thousands. The batch size should be one
     that no other dimension has, such as 3 or 5; ``num_samples`` gives it if a batch's class may hide its tensors.
 
-    The model, the random state and other ``owners`` of what ``run`` may change are left as they were. The host holds
+    The random state and ``state``, which is that of the model unless it is given, are left as they were. The host holds
     one sample's activations, twice.
     """
     modules = dict(model.named_modules())
     if (name := find_batch_norm(model)) is not None:
         return name
     device = next(model.parameters(), torch.empty(0)).device
-    with rehearsal([model, *owners], device) as start_over:
+    with rehearsal(State([model]) if state is None else state, device) as start_over:
         record = partial(without_gradients, partial(_record, model, run, num_samples))
         expected = record(first)
         start_over()

@@ -118,8 +118,6 @@ class StepRunner(Generic[Samples, P, R]):
         work = self._work
         self._groups, self.done, self._failures = [], [], 0
         work.begin()
-        if self._audit is not None:
-            self._audit.begin_step()
         if work.device is not None:
             self._starts.note(bytes_in_use(work.device))
         if self._recovers and work.state is not None:

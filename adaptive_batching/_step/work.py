@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._caching_allocator import num_allocation_retries
-from adaptive_batching._snapshot import StepState
+from adaptive_batching._state import State
 
 Samples = TypeVar("Samples")
 
@@ -45,8 +44,8 @@ class Work(ABC, Generic[Samples, P, R]):
     device: torch.device | None = None
     """Where parts run; None if the host releases memory itself, in :meth:`forget`."""
 
-    state: StepState | None = None
-    """What forwards change besides gradients, to be put back; None if they change nothing."""
+    state: State | None = None
+    """What forwards may change besides gradients, to be put back; None if they change nothing."""
 
     what = "the step's samples"
     """The name of all that runs again, for messages."""
@@ -108,10 +107,6 @@ class Work(ABC, Generic[Samples, P, R]):
 
     def forget(self) -> None:
         """Drop what a part that broke off has left behind, besides gradients."""
-
-    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
-        """Return what has to be around parts that run for a check alone."""
-        return contextlib.nullcontext()
 
     def put_back(self) -> None:
         """Restore what parts have changed besides gradients, random numbers and ``state``, before they run again."""

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from adaptive_batching._probe.sizing import TRAINER, ProbeRequest, Sizes, Sizing
 from adaptive_batching._probe.stored_probe import StoredProbe, read_stored, taken_again
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
-from adaptive_batching._snapshot import draws_put_back
+from adaptive_batching._state import draws_put_back
 from adaptive_batching._step.row_size import first_row
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
@@ -71,13 +71,18 @@ class Known:
 class AdaptiveRun:
     """The adaptive part of a training run, available as ``trainer.adaptive``; printed, what it has found."""
 
-    def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any], listed: Sequence[Any] = ()
+    ) -> None:
         check_trainer(trainer)
         shares = settings.balance_ranks and isinstance(settings.micro_batch_size, ByLength)
         check_data(trainer, shares=shares and trainer.args.world_size > 1, grows=settings.grows)
         self.settings = settings
         self.given = given
         """The settings as they were given."""
+
+        self.listed = [*listed]
+        """What the user lists to be put back, with a state of its own."""
 
         self.sizing: Sizing | None = None
         """What the settings ask of a probe; None before training."""
@@ -276,7 +281,7 @@ class AdaptiveRun:
         """
         trainer = self._trainer
         of_accelerate = trainer.accelerator._dataloaders
-        with unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator, trainer.model):
+        with unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator):
             try:
                 self._prepare(loader)
             finally:

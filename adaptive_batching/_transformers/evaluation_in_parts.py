@@ -14,10 +14,10 @@ from transformers.trainer_pt_utils import nested_concat
 
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._snapshot import StepState
+from adaptive_batching._transformers.declared import counted_by_trl, state_of
 from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
-from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
+from adaptive_batching._transformers.metrics_of_parts import metric_of, shares
 
 Predicted = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them."""
@@ -48,7 +48,7 @@ class EvaluationInParts:
         self._number_was_asked_for = False
         self._kind: LossKind | None = None  # once it was needed
         self._batcher = AutoBatcher(
-            trainer.args.device, state=StepState([trainer]),
+            trainer.args.device,
             remedy="set eval_accumulation_steps=1, which moves predictions to the host, or shorten it",
         )  # fmt: skip
 
@@ -68,6 +68,8 @@ class EvaluationInParts:
 
         Beyond the end of a sample it may be -100, with which ``Trainer`` pads.
         """
+        if self._batcher.state is None:  # the trainer is as it is to be by now
+            self._batcher.state = state_of(self._trainer)
         lengths = [1 if length is None else max(length(sample), 1) for sample in samples]
         longest_first = sorted(range(len(samples)), key=lambda number: lengths[number], reverse=True)
         before = _numbers_counted(self._trainer)

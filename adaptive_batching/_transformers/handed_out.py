@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import pickle
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -17,10 +14,10 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from adaptive_batching import _snapshot
+from adaptive_batching import _state
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._kept_values import holder_of
 from adaptive_batching._loop.samples import collated
+from adaptive_batching._state import draws_put_back
 from adaptive_batching._values import ConfigError
 
 Sample = Any
@@ -286,25 +283,12 @@ def _copy_of(original: Any, *, kind: type | None = None, **attributes: Any) -> A
 
 @contextlib.contextmanager
 def reading(data: Any, device: torch.device) -> Iterator[None]:
-    """Put all generators of random numbers back on exit, because samples that are read may be drawn or augmented.
+    """Put generators of random numbers back on exit, because samples that are read may be drawn or augmented.
 
-    They are the global ones, others of Python and numpy in this process, and those of torch that ``data`` keeps.
+    They are those of the process, and those that ``data`` has as attributes.
     """
-    kinds: tuple[type, ...] = (random.Random,)
-    if numpy_random := sys.modules.get("numpy.random"):
-        kinds += numpy_random.RandomState, numpy_random.BitGenerator
-    generators = [value for value in gc.get_objects() if issubclass(type(value), kinds)]
-    while data is not None:  # and what it is a subset of
-        generators += [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, torch.Generator)]
-        data = getattr(data, "dataset", None)
-    holders = [holder for generator in generators if (holder := holder_of(generator)) is not None]
-    states = [holder.get() for holder in holders]
-    try:
-        with unchanged_random_state(device):
-            yield
-    finally:
-        for holder, state in zip(holders, states, strict=True):
-            holder.set(state)
+    with draws_put_back(data), unchanged_random_state(device):
+        yield
 
 
 @contextlib.contextmanager
@@ -314,7 +298,7 @@ def alone(trainer: Any) -> Iterator[None]:
     In a rehearsal it is :func:`unheard`, too.
     """
     names = ("gather", "gather_for_metrics", "reduce")
-    around = unheard(trainer) if _snapshot.rehearsing else contextlib.nullcontext()
+    around = unheard(trainer) if _state.rehearsing else contextlib.nullcontext()
     with replaced(trainer.accelerator, **dict.fromkeys(names, lambda value, *args, **kwargs: value)), around:
         yield
 

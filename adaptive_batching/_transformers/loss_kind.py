@@ -24,8 +24,9 @@ from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
-from adaptive_batching._snapshot import draws_put_back, rehearsal
+from adaptive_batching._state import draws_put_back, rehearsal
 from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
+from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
@@ -200,8 +201,8 @@ def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ran
     if DRY_RUN in os.environ:
         return True
     try:
-        drawn = draws_put_back(trainer.data_collator, trainer.model)
-        with drawn, unheard(trainer), rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
+        drawn = draws_put_back(trainer.data_collator)
+        with drawn, unheard(trainer), rehearsal(state_of(trainer), trainer.args.device) as start_over, alone(trainer):
             tried = _Trials(trainer, samples, start_over, one_by_one_as=replace(kind, factor=1.0, rows=0))
             adds_up = tried.kind()[0] is not None
     except Exception as error:  # of a collate function that takes no samples of different kinds
@@ -216,8 +217,8 @@ def _find_loss_kind(
 ) -> tuple[LossKind, str | None]:
     name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
     # Unheard first, as what a rehearsal puts back each time includes the attributes of a trainer.
-    drawn = draws_put_back(trainer.data_collator, trainer.model)
-    with drawn, unheard(trainer), rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
+    drawn = draws_put_back(trainer.data_collator)
+    with drawn, unheard(trainer), rehearsal(state_of(trainer), trainer.args.device) as start_over, alone(trainer):
         tried = _Trials(trainer, samples, start_over, most, longest)
         if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
             tried.check_that_ranks_are_alone(name, ranks)
@@ -402,7 +403,7 @@ class _Trials:
             with trainer.compute_loss_context_manager():
                 trainer.compute_loss(trainer.model, batch)
 
-        return find_batch_dependent_module(trainer.model, run, *batches, num_samples=3, owners=[trainer])
+        return find_batch_dependent_module(trainer.model, run, *batches, num_samples=3, state=state_of(trainer))
 
     def check_that_ranks_are_alone(self, name: str, ranks: Ranks) -> None:
         """Raise ConfigError if the loss needs other ranks, which run their parts at other times.

@@ -19,12 +19,6 @@ Share = tuple[float, float]
 """A sum of values and that of their weights; for an extreme, it and 1."""
 
 
-def counted_by_trl(trainer: Any) -> dict[str, dict[str, list[float]]]:
-    """Return what a trainer of TRL has counted, by mode and name; nothing for others, whatever attributes they have."""
-    is_of_trl = any(class_.__module__.partition(".")[0] == "trl" for class_ in type(trainer).__mro__)
-    return trainer._metrics if is_of_trl and hasattr(trainer, "_metrics") else {}
-
-
 def shares(new: Mapping[str, Sequence[float]], counted: Sequence[tuple[Any, float]]) -> dict[str, Share]:
     """Return what parts contribute to each metric: ``new`` has a value of each, and ``counted`` its batch and number.
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching import _snapshot
+from adaptive_batching import _state
 from adaptive_batching._evidence import gradient_error
 from adaptive_batching._loop.samples import SampleWork, collated
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._snapshot import StepState, draws_put_back, rehearsal
+from adaptive_batching._state import rehearsal
 from adaptive_batching._step.audit import Audit, GradientsDifferError
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -33,6 +33,7 @@ from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
+from adaptive_batching._transformers.declared import counted_by_trl, state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,
@@ -44,7 +45,7 @@ from adaptive_batching._transformers.handed_out import (
     unheard,
 )
 from adaptive_batching._transformers.loss_kind import LossKind, beside_each_other, kinds_of
-from adaptive_batching._transformers.metrics_of_parts import counted_by_trl, metric_of, shares
+from adaptive_batching._transformers.metrics_of_parts import metric_of, shares
 from adaptive_batching._transformers.older_versions import scaling_loss_func
 from adaptive_batching._transformers.row_of_samples import (
     Carried,
@@ -111,7 +112,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         recovers: bool = True,
         audit_every: int | None = None,
     ) -> None:
-        super().__init__(trainer.args.device, lambda samples: trainer.data_collator(samples), length, [trainer])
+        super().__init__(trainer.args.device, lambda samples: trainer.data_collator(samples), length, state_of(trainer))
         self.max_tokens: int | None = None
         self.kind = kind
         """How the losses of parts make up that of a step."""
@@ -150,7 +151,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
         self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
         self._attention = RowAttention(trainer.model)
-        self._filler_state = StepState([trainer])
+        self._filler_state = state_of(trainer)
         self._gathered_first: list[FSDPModule] = []
         self._filler: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._batches: list[Any] = []  # that run
@@ -268,9 +269,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                 self.kind = found
             raise ConfigError(f"{error}{beside_each_other(errors)}") from error
 
-    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
-        return draws_put_back(self._trainer.data_collator, self._trainer.model)
-
     def _share_of_targets(self, sample: Sample) -> float:
         return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)
 
@@ -366,7 +364,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
         def error(*runs: Sequence[Callable[[], torch.Tensor]]) -> tuple[float, float]:
             one, other = (lambda run=run: not self.run(run).failed for run in runs)
-            with rehearsal([self._trainer], parameters[0].device, parameters) as start_over:
+            with rehearsal(self.state, parameters[0].device, parameters) as start_over:
                 compared = gradient_error(parameters, one, other, start_over)
             if ranks.any(compared is None):
                 raise NoRowError("memory ran out, or a gradient is not finite")
@@ -586,7 +584,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _run_row(
         self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part, noise: float
     ) -> torch.Tensor:
-        is_timed = isinstance(self.size, ByLength) and not _snapshot.rehearsing  # as in an audit
+        is_timed = isinstance(self.size, ByLength) and not _state.rehearsing  # as in an audit
         with (
             self._with_noise(noise),
             self._around(row),

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from accelerate.data_loader import IterableDatasetShard
 from transformers.trainer_utils import has_length
 
-from adaptive_batching._kept_values import same_state
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._transformers.handed_out import PairLength, Sample, lengthened, reading, without_left_out
@@ -102,7 +102,7 @@ class StreamedData(TrainingData):
                     firsts += list(itertools.islice(rows, 1))
             if not firsts:
                 raise ConfigError(f"{name}which has no samples")
-            if len(firsts) < 2 or not same_state(*firsts):
+            if len(firsts) < 2 or not _same(*firsts):
                 raise ConfigError(f"{name}which begins with another sample when it begins again; {remedy}")
             return self._first(most)
 
@@ -166,3 +166,16 @@ class StreamedData(TrainingData):
         except Exception:  # of a field that is not of tokens, although it has as many
             return None
         return made
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return True if two samples have the same values."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if hasattr(one, "tobytes"):  # an array, or an image
+        return bool(one.tobytes() == other.tobytes()) and getattr(one, "shape", None) == getattr(other, "shape", None)
+    return bool(one == other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -75,6 +75,7 @@ def adopt(
     settings: AdaptiveArguments | Mapping[str, Any] | str = "auto",
     *,
     only_if_possible: bool = False,
+    state: Sequence[Any] = (),
 ) -> _OfTrainer:
     """Make a trainer adaptive that is there already, and return it.
 
@@ -86,11 +87,14 @@ def adopt(
         settings: ``"auto"``, a mapping of settings, or ``AdaptiveArguments``.
         only_if_possible: True to have a trainer that cannot train this way train as it would without, with one line in
             the log that says why. What shows in a step, rather than before, still ends training.
+        state: Whatever else the loss changes that has to be as before where samples run again, and after checks and the
+            probe: objects with ``state_dict`` and ``load_state_dict``. Weights, buffers, gradients, random numbers,
+            metrics of TRL, and attributes of the trainer that are numbers or tensors of up to 1 MiB are, in any case.
 
     Raises:
         TypeError: If it is no ``Trainer``.
-        ConfigError: On wrong settings, a trainer that is adaptive already, and, unless ``only_if_possible``, one that
-            cannot be trained this way.
+        ConfigError: On wrong settings, a ``state`` without these methods, a trainer that is adaptive already, and,
+            unless ``only_if_possible``, one that cannot be trained this way.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"adopt takes a transformers.Trainer, and got {trainer!r}")
@@ -104,7 +108,7 @@ def adopt(
         return trainer
     try:
         with in_trainers_words():
-            run = AdaptiveRun(trainer, of_run, fields_set(arguments))
+            run = AdaptiveRun(trainer, of_run, fields_set(arguments), state)
     except AdaptiveBatchingError as error:
         if not only_if_possible:
             raise

@@ -25,7 +25,7 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._snapshot import Snapshot
+from adaptive_batching._state import Saved, State
 from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
@@ -59,7 +59,7 @@ def probe(
     kind, device = step.kind, trainer.args.device
     prepared = _prepared(trainer, keeps=bool(step.models))
     end_forward(step.models)
-    with _structure_kept(trainer), prepared as (trained, optimizer), alone(trainer), unheard(trainer):
+    with _structure_kept(trainer, step.state), prepared as (trained, optimizer), alone(trainer), unheard(trainer):
         others = sharded_besides(trainer, trained)
         models = nn.ModuleList([trained, *others.values()]) if others else trained
 
@@ -95,19 +95,20 @@ def probe(
             return row.inputs, row.bounds, size
 
         return find_largest(
-            TrainingStep(models, [optimizer], make_batch, run, owners=[trainer]), settings, memory_meter(device),
+            TrainingStep(models, [optimizer], make_batch, run, state=step.state), settings, memory_meter(device),
             request, ranks=ranks, times=step.times, scratch=scratch,
         )  # fmt: skip
 
 
 @contextmanager
-def _structure_kept(trainer: Any) -> Iterator[None]:
-    """Put back what ``trainer`` and its models have for attributes; a probe itself puts back the values of tensors."""
-    snapshot = Snapshot([trainer], copies="nowhere")
+def _structure_kept(trainer: Any, state: State) -> Iterator[None]:
+    """Put back what is done to ``trainer`` to prepare it; a probe itself puts back the values of tensors."""
+    saved, optimizer = Saved(state), trainer.optimizer
     try:
         yield
     finally:
-        snapshot.put_back()
+        trainer.optimizer = optimizer
+        saved.put_back()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -15,7 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._snapshot import Snapshot
+from adaptive_batching._state import draws_put_back
 from adaptive_batching._transformers.handed_out import (
     TARGETS,
     CollatedLength,
@@ -131,9 +132,8 @@ class TrainingData:
         """Return a few samples of each of some batches, as samplers make them, from all of an epoch and all ranks."""
         samplers = [*self.samplers, getattr(self.samplers[-1], "sampler", None)]
         with reading(self._data, self._trainer.args.device):
-            before = Snapshot(samplers)
-            batches = list(itertools.islice(self.samplers[0], _LISTED))
-            before.put_back()
+            with _kept(samplers):
+                batches = list(itertools.islice(self.samplers[0], _LISTED))
             own = [batches[number * len(batches) // most][:_OF_BATCH] for number in range(min(most, len(batches)))]
             made = [[self._sample(index) for index in batch] for of_rank in ranks.gather(own) for batch in of_rank]
             return [without_left_out(batch, self._trainer.data_collator) for batch in made]
@@ -267,3 +267,17 @@ class TrainingData:
             if without_left_out([sample, self.some[0]], self._trainer.data_collator)[0] is sample:
                 return sizes[index], sample
         raise AssertionError("some samples are kept")
+
+
+@contextlib.contextmanager
+def _kept(samplers: Sequence[Any]) -> Iterator[None]:
+    """Put back what samplers have for attributes, what is in those that are lists, and generators of random numbers."""
+    spaces = [(vars(sampler), dict(vars(sampler))) for sampler in samplers if sampler is not None]
+    lists = [(value, [*value]) for _, own in spaces for value in own.values() if isinstance(value, list)]
+    with draws_put_back(*samplers):
+        yield
+    for space, own in spaces:
+        space.clear()
+        space.update(own)
+    for value, entries in lists:
+        value[:] = entries

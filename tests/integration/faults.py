@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.llama2 import llama2, lora_llama2
 
-from adaptive_batching import _snapshot
+from adaptive_batching import _state
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._ranks import fsdp
 
@@ -30,7 +30,7 @@ def arm(layer: nn.Module) -> None:
     """Make ``layer`` run out of memory as ``plan`` says: from the ``call``-th forward on, ``times`` times."""
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() == plan.get("without_gradients", False) or _snapshot.rehearsing:
+        if torch.is_grad_enabled() == plan.get("without_gradients", False) or _state.rehearsing:
             return  # what is rehearsed counts for nothing: see tests/step/test_audit.py for faults there
         plan["calls"] += 1
         bounds = kwargs.get("mask")  # of samples that lie end to end
@@ -70,7 +70,7 @@ shapes_of_forwards: list[tuple[int, int]] = []
 def counting_model(**arguments: Any) -> nn.Module:
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = kwargs["tokens"]
-        if torch.is_grad_enabled() and not _snapshot.rehearsing:
+        if torch.is_grad_enabled() and not _state.rehearsing:
             shapes_of_forwards.append((tokens.shape[0], tokens.shape[1]))
 
     model = llama2(**arguments)

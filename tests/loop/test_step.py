@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
-from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, ConfigError, DoesNotFitError, _snapshot
+from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, ConfigError, DoesNotFitError, _state
 from adaptive_batching._loop.samples import run_forward
 
 IGNORED = -100
@@ -369,7 +369,7 @@ def test_an_error_midway_leaves_no_gradients_and_the_next_step_is_that_of_a_plai
     fails = iter([False, True] if where != "optimizer" else [True])
 
     def fail(*args: Any) -> None:
-        if not _snapshot.rehearsing and next(fails, False):
+        if not _state.rehearsing and next(fails, False):
             raise KeyboardInterrupt
 
     if where == "optimizer":

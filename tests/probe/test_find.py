@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching import _snapshot
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe import find as find_module
@@ -26,12 +25,6 @@ from adaptive_batching._values import MemoryAmount
 from tests.support.counting_device import GIB, KIB, MIB, Device, Layer
 
 EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
-
-
-@pytest.fixture(autouse=True)
-def real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is simulated here is, like a real one, nothing that a probe puts back."""
-    monkeypatch.setattr(_snapshot, "_LIBRARIES", {*_snapshot._LIBRARIES, "tests"})
 
 
 def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, **how: Any) -> ProbeResult:

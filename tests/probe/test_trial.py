@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching import _snapshot as snapshot_module
+from adaptive_batching import _state as state_module
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.probed_step import TrainingStep
@@ -156,7 +156,7 @@ def test_only_buffers_and_what_the_optimizers_step_are_saved(monkeypatch: pytest
         return keep(tensors, scratch)
 
     monkeypatch.setattr(trial_module, "kept_aside", note)
-    monkeypatch.setattr(snapshot_module, "_COPIED_PARAMETERS", 0)  # as of a large model: others are only compared
+    monkeypatch.setattr(state_module, "_COPIED_PARAMETERS", 0)  # as of a large model: others are only compared
     training, teacher = Training(), Model()
     student = training.model
     with Trial(dataclasses.replace(training.step, model=nn.ModuleList([student, teacher])), CpuMeter(), BUDGET):

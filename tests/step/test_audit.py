@@ -9,9 +9,9 @@ import torch.distributions as D
 import torch.nn.functional as F
 from torch import nn
 
-from adaptive_batching import AdaptiveStep, ConfigError, _snapshot
+from adaptive_batching import AdaptiveStep, ConfigError, _state
 from adaptive_batching._ranks.agree import ALONE
-from adaptive_batching._snapshot import StepState
+from adaptive_batching._state import State
 from adaptive_batching._step.audit import Audit
 from tests.loop.test_step import SAMPLES, always, length, loss, make, mean_times_samples, texts
 from tests.loop.test_step import collate as stock_collate
@@ -209,7 +209,7 @@ def test_memory_that_runs_out_in_an_audit_is_no_matter(place: str, call: int) ->
     calls = iter(range(1, 10**6))
 
     def fail(*args: Any) -> None:
-        if _snapshot.rehearsing and torch.is_grad_enabled() and next(calls) == call:
+        if _state.rehearsing and torch.is_grad_enabled() and next(calls) == call:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     def fail_in_backward(module: Any, args: Any, output: torch.Tensor) -> None:
@@ -236,7 +236,7 @@ def test_an_error_in_an_audit_is_that_of_the_loss_and_leaves_all_as_it_was() -> 
     numbers = torch.get_rng_state()
     with pytest.raises(KeyError, match="in the loss"):
         step(SAMPLES)
-    assert torch.equal(torch.get_rng_state(), numbers) and not _snapshot.rehearsing
+    assert torch.equal(torch.get_rng_state(), numbers) and not _state.rehearsing
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -245,7 +245,7 @@ def test_steps_that_are_split_are_looked_at_now_and_then(every: int | None, expe
     looked = []
     parameter = nn.Parameter(torch.zeros(1))
     work = ToyWork()
-    work.state, work.trained = StepState([]), [parameter]
+    work.state, work.trained = State(), [parameter]
     audit = Audit(work, ALONE, "", every)
 
     def run(parts: Any) -> bool:
@@ -254,7 +254,6 @@ def test_steps_that_are_split_are_looked_at_now_and_then(every: int | None, expe
         return True
 
     for number in range(1, 121):  # noqa: B007 (run reads it)
-        audit.begin_step()
         audit.look([[1] * 8, [2]], run, again=False)
         audit.end_step()
     assert sorted(set(looked)) == list(expected)

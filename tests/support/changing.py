@@ -1,4 +1,4 @@
-"""A model and an optimizer that change all that they can, and what there is to compare."""
+"""A model, a loss and an optimizer that change all that is declared, and what there is to compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Meter:
-    """What people write to keep a mean."""
+    """What people write to keep a mean, with a state to be listed by."""
 
     def __init__(self) -> None:
         self.total, self.values = torch.zeros(()), [0.0]
@@ -21,13 +21,23 @@ class Meter:
         self.total = self.total + value
         self.values.append(value)
 
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
 
 class Restless(nn.Module):
-    """Maps vectors of 4 to vectors of 4, and changes whatever it has."""
+    """Maps vectors of 4 to vectors of 4, and changes whatever it has of buffers, codes, numbers and modes."""
 
     running: torch.Tensor
     replaced: torch.Tensor
     expanded: torch.Tensor
+    seen: torch.Tensor
+    drawn: torch.Tensor
+    large: torch.Tensor
+    sparse: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,18 +46,18 @@ class Restless(nn.Module):
         self.register_buffer("running", torch.zeros(4))
         self.register_buffer("replaced", torch.ones(2))
         self.register_buffer("expanded", torch.zeros(1, 4).expand(3, 4))
+        self.register_buffer("seen", torch.zeros(3))  # by hooks
+        self.register_buffer("drawn", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(2**18 + 8))  # beyond what is copied in any case
         self.register_buffer("late", None)
-        self.cached, self.longest, self.named = torch.zeros(2), 1, "short"
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.nested: dict[str, Any] = {
-            "list": [torch.zeros(2), {"deep": torch.ones(1)}],
-            "recent": collections.deque([1], maxlen=3),
-        }
-        self.seen, self.ordered = {1}, collections.OrderedDict(first=1)
-        self.array = np.zeros(3)
-        self.generators = (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
-        self.meter, self.untouched, self.entropy = Meter(), "as it was", random.SystemRandom()
-        self.register_forward_hook(lambda module, args, output: module.meter.note(float(output.detach().sum())))
+        self.register_buffer("sparse", torch.eye(2).to_sparse().coalesce())
+        self.longest, self.rate, self.lazy = 1, 0.5, None
+        self.register_forward_hook(lambda *_: self._see(0))
+        self.linear.register_forward_pre_hook(lambda *_: self._see(1))
+        self.linear.weight.register_hook(lambda *_: self._see(2))
+
+    def _see(self, what: int) -> None:
+        self.seen[what] += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -55,39 +65,26 @@ class Restless(nn.Module):
             self.replaced = self.replaced * 2
             self.expanded[:, :1].data[0] += 1
             self.codes.data.add_(1)
+            self.sparse.values().add_(1)
+            self.large.data[:3] += 1
+            self.drawn += torch.tensor([torch.rand(1).item(), random.random(), np.random.rand()])
         self.late = x.detach().sum()
-        self.cached.add_(1)
-        self.cached = self.cached.clone()
-        self.longest, self.named = max(self.longest, len(x)) + 1, "long"
-        self.counts["calls"] += 1
-        self.nested["list"][0] += 1
-        self.nested["list"][1]["deep"].mul_(3)
-        self.nested["list"].append("more")
-        self.nested["recent"].append(2)
-        self.seen.add(len(self.seen) + 1)
-        self.ordered[str(len(self.ordered))] = 2
-        self.array += 1
-        for generator in self.generators[1:]:
-            generator.random() if not isinstance(generator, np.random.RandomState) else generator.rand()
-        torch.rand(1, generator=self.generators[0])
-        self.meter.note(torch.rand(1).item() + random.random() + np.random.rand())
-        self.fresh = len(x)
-        self.train(not self.training)
-        self.train(not self.training)
-        return self.linear(x) + 0 * self.running
+        self.longest, self.rate = max(self.longest, len(x)) + 1, self.rate * 2
+        self.fresh, self.lazy = len(x), 1  # type: ignore[assignment]
+        self.linear.train(not self.linear.training)
+        return self.linear(x) + 0 * self.running  # type: ignore[no-any-return]
 
 
 class Stateful(torch.optim.Optimizer):
-    """Has states that are lists and mappings, attributes of its own, and a rate that it changes."""
+    """Has states that are lists and mappings, a number of its own, and a rate that it changes."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
-        self.num_steps, self.history = 0, [torch.zeros(())]
+        self.num_steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.num_steps += 1
-        self.history.append(torch.ones(()))
         for group in self.param_groups:
             group["lr"] *= 0.9
             group["steps"] = self.num_steps
@@ -108,7 +105,8 @@ def described(value: Any, seen: set[int] | None = None) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, torch.Tensor):
-        numbers = str(value.detach().tolist())
+        value = value.to_dense() if value.is_sparse else value
+        numbers = value.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
         return type(value).__name__, tuple(value.shape), value.dtype, value.requires_grad, numbers
     if isinstance(value, np.ndarray):
         return "array", value.tolist()

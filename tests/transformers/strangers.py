@@ -44,6 +44,9 @@ class Habit:
     draws: bool = False
     """True if each part draws random numbers: the reference is Trainer's accumulation over two batches of 4."""
 
+    leaves: str = ""
+    """What is not declared and stays changed by checks, if anything."""
+
     @property
     def size(self) -> int:
         """Samples of a part, of the 8 of a step."""
@@ -589,25 +592,23 @@ class GroupsTrainer(Trainer):  # type: ignore[misc]
 
 
 class LoggingTrainer(Trainer):  # type: ignore[misc]
-    """Sums its loss in an attribute, appends it to a list, which is None until the first, and logs their mean."""
+    """Sums its loss in an attribute, counts in another, which is None until the first, and logs the mean."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sum = torch.tensor(0.0)
-        self.losses: list[torch.Tensor] | None = None
+        self.forwards: int | None = None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         found = super().compute_loss(*args, **kwargs)
         loss = (found[0] if isinstance(found, tuple) else found).detach()
-        self.sum, self.losses = self.sum + loss, self.losses or []
-        self.losses.append(loss)
+        self.sum, self.forwards = self.sum + loss, (self.forwards or 0) + 1
         return found
 
     def log(self, logs: dict[str, float], *rest: Any) -> None:
-        if self.losses:
-            logs["own"] = self.sum.item() / len(self.losses)
-            assert np.isclose(logs["own"], torch.stack(self.losses).mean().item())
-            self.sum, self.losses = torch.tensor(0.0), None
+        if self.forwards:
+            logs["own"] = self.sum.item() / self.forwards
+            self.sum, self.forwards = torch.tensor(0.0), None
         super().log(logs, *rest)
 
 
@@ -743,7 +744,7 @@ HABITS: Mapping[str, Habit] = {
     "dynamic rotary frequencies of unlike lengths": Habit(making(dynamic_rope), REFUSED),
     "batch norm": Habit(classifying(with_batch_norm), "batch"),
     "a codebook that follows its input": Habit(classifying(with_codebook), REFUSED),
-    "an average in an attribute": Habit(classifying(with_attribute), REFUSED),
+    "an average in an attribute": Habit(classifying(with_attribute), REFUSED, leaves="dropout.mean"),
     "targets of another name": Habit(of_tokens(F.cross_entropy, **TARGETS)),
     "targets of another name, one length at first": Habit(
         of_tokens(F.cross_entropy, **TARGETS, data=alike_at_first(one_length)), REFUSED
@@ -788,9 +789,9 @@ HABITS: Mapping[str, Habit] = {
     "two steps of classes": Habit(classifying(kind=TwiceTrainer)),
     "adversarial": Habit(classifying(kind=AdversarialTrainer), REFUSED),
     "noise in a gradient": Habit(making(kind=NoisyStepTrainer), REFUSED),
-    "a teacher that follows": Habit(making(kind=TeacherTrainer), REFUSED),
+    "a teacher that follows": Habit(making(kind=TeacherTrainer), REFUSED, leaves="teacher"),
     "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
-    "a sum and a list in attributes": Habit(classifying(kind=LoggingTrainer)),
+    "a sum and a count in attributes": Habit(classifying(kind=LoggingTrainer)),
     "a collator that pops and pads in place": Habit(
         making(collator=popping_and_padding, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),

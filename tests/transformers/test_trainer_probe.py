@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from adaptive_batching.transformers import AdaptiveArguments
+from adaptive_batching.transformers import AdaptiveArguments, adopt
 from tests.transformers import trainers
 from tests.transformers.trainers import assert_same, make_trainer
 
@@ -51,22 +51,23 @@ def test_a_run_that_probes_trains_as_one_that_is_given_what_it_finds(case: str, 
 
 
 class Keeping(transformers.Trainer):
-    """Keeps what it has computed, in lists and by a hook, and computes with it."""
+    """Keeps what it has computed, in a tensor, a buffer by a hook, and a list with a state, and computes with it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.weight, self.kept, self.sums = torch.ones(()), [torch.zeros(())], dict[str, torch.Tensor]()
+        self.weight, self.kept = torch.ones(()), [torch.zeros(())]
+        self.model.register_buffer("sum", torch.zeros(()))
         self.model.register_forward_hook(self.note)
-        sums: dict[str, torch.Tensor] = {}
-
-        def note(module: Any, args: Any, output: Any) -> None:
-            sums["all"] = sums.get("all", 0.0) + output.logits.detach().sum()
-            output.loss = output.loss + 0 * sums["all"]
-
-        self.model.register_forward_hook(note)
 
     def note(self, module: Any, args: Any, output: Any) -> None:
-        self.sums["all"] = self.sums.get("all", 0.0) + output.logits.detach().sum()
+        module.sum += output.logits.detach().sum()
+        output.loss = output.loss + 0 * module.sum
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs) * self.weight
@@ -77,13 +78,18 @@ class Keeping(transformers.Trainer):
 
 def test_nothing_of_a_probe_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Path) -> None:
     auto = AdaptiveArguments(micro_batch_size="auto")
-    probed = make_trainer(tmp_path / "a", auto, kind=Keeping, num_train_epochs=1)
+
+    def make(name: str) -> Any:
+        trainer = make_trainer(tmp_path / name, kind=Keeping, num_train_epochs=1)
+        return adopt(trainer, auto, state=[trainer])
+
+    probed = make("a")
     probed.train()
-    given = make_trainer(tmp_path / "b", auto, kind=Keeping, num_train_epochs=1)
+    given = make("b")
     trainers.without_probe(given, probed.adaptive._known.stored)
     given.train()
     assert_same(probed, given)
-    assert len(probed.kept) == len(given.kept) and probed.sums == given.sums
+    assert len(probed.kept) == len(given.kept) and probed.model.sum == given.model.sum
 
 
 class Telling(transformers.Trainer):

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from adaptive_batching import ConfigError, _snapshot
+from adaptive_batching import ConfigError, _state
 from adaptive_batching._ranks import fsdp
 from adaptive_batching._transformers.handed_out import StepInputs
 from adaptive_batching._transformers.step_in_parts import ForwardBackward, StepInParts
@@ -114,7 +114,7 @@ class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
             self._fails = iter((False, False, True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not _snapshot.rehearsing and next(self._fails, False):
+        if not _state.rehearsing and next(self._fails, False):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 

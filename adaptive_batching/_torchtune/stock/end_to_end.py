@@ -20,7 +20,7 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from adaptive_batching._attention import SampleBounds, attend_within_samples, for_each_head
 from adaptive_batching._device import without_waiting
-from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._state import State, rehearsal
 from adaptive_batching._values import first_line
 
 # Tokens of samples that are run to see whether a model honours bounds: of unlike lengths, the first not the longest.
@@ -167,7 +167,7 @@ def why_not_in_rows(models: Sequence[nn.Module]) -> str | None:
     """
     for model in models:
         device = next(model.parameters()).device
-        with rehearsal([model], device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with rehearsal(State([model]), device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
             try:
                 why = _difference(model, device)

@@ -14,7 +14,7 @@ from torch import nn
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives
-from adaptive_batching._snapshot import StepState
+from adaptive_batching._state import State
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
@@ -39,7 +39,7 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     batch_key = "batch_size"
 
     def __init__(self, host: Host, find_batch_dependent_module: Callable[[], str | None] = lambda: None) -> None:
-        self.device, self.state = host.device, StepState(list(host.models))
+        self.device, self.state = host.device, State(host.models)
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
 

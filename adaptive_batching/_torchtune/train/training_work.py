@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from adaptive_batching import _snapshot
+from adaptive_batching import _state
 from adaptive_batching._caching_allocator import num_allocation_retries
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
@@ -70,7 +70,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
 
     @contextlib.contextmanager
     def _around(self, part: MicroBatch) -> Iterator[None]:
-        with contextlib.nullcontext() if _snapshot.rehearsing else self.splitter.timed(part):  # as in an audit
+        with contextlib.nullcontext() if _state.rehearsing else self.splitter.timed(part):  # as in an audit
             yield
 
     def num_retries(self) -> int:
