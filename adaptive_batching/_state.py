@@ -176,7 +176,7 @@ class Saved:
 
     def _note_numbers(self, space: dict[str, Any]) -> None:
         """Note attributes that are numbers or small tensors."""
-        numbers = {name: value for name, value in space.items() if _is_number(value)}
+        numbers = {name: value for name, value in space.copy().items() if _is_number(value)}  # a thread may add some
         self._numbers.append((space, numbers))
         self._tensors += [value for value in numbers.values() if isinstance(value, torch.Tensor)]
 

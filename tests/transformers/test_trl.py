@@ -155,6 +155,29 @@ def test_a_trainer_of_trl_trains_as_before(
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_what_is_counted_in_a_step_that_runs_again_counts_once(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    trained, failures = [], 0
+    for ours in (None, AdaptiveArguments(micro_batch_size=8)):
+        chance.seed(1)
+        trainer = make(kind, tmp_path, tokenizer, ours)
+        short = OutOfMemory(trainer.model, 10**9 if ours is None else 110)
+        trainer.train()
+        trained.append(trainer)
+        failures = short.failures
+    stock, split = trained
+    assert failures
+    assert_alike(split, stock, 1e-3, keys=METRICS[kind])
+    found, expected = (next(each for each in logged(one) if "loss" in each) for one in (split, stock))
+    assert found["num_tokens"] == expected["num_tokens"]
+
+
+def test_the_probe_and_checks_count_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    trainer = make("SFT", tmp_path, tokenizer, AdaptiveArguments(micro_batch_size="auto"))
+    trainer.adaptive.find()
+    assert trainer._total_train_tokens == 0 and not any(map(len, trainer._metrics.values()))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
 def test_an_evaluation_in_parts_gives_what_it_would_have_given(kind: str, tokenizer: Any, tmp_path: Path) -> None:
     found, predicted = [], []
 
