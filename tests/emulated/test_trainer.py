@@ -146,9 +146,8 @@ def test_an_evaluation_with_more_than_fits_meets_that_once_and_takes_no_more_tha
     trainer = make_trainer(
         tmp_path, AUTO, model=model, data=data, eval_dataset=data, per_device_eval_batch_size=256, **ON_DEVICE
     )
-    held = torch.cuda.memory_allocated()
     trainer.evaluate()
-    met = trainer.adaptive.evaluation.num_recoveries
+    met, held = trainer.adaptive.evaluation.num_recoveries, torch.cuda.memory_allocated()
     assert 1 <= met <= 8
     trainer.evaluate()
     assert trainer.adaptive.evaluation.num_recoveries == met
