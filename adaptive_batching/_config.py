@@ -106,8 +106,8 @@ class AdaptiveBatchingConfig:
     max_lr_scale: float = 4.0
     """Largest factor that ``lr_scaling`` applies."""
 
-    recover_from_oom: bool = True
-    """Rerun a step that ran out of memory in smaller micro-batches."""
+    recover_from_oom: bool | None = None
+    """Rerun a step that ran out of memory in smaller micro-batches. None does so where another field is set."""
 
     audit_every: int | None = None
     """Optimizer steps between checks that parts add up to their union. None for the 1st, 10th, 100th split step."""
@@ -125,7 +125,7 @@ class AdaptiveBatchingConfig:
             headroom: MemoryAmount | str | float = ..., sequence_length: int | None = ...,
             keep_global_batch: bool = ..., grow_beyond_memory: bool = ..., increase_every: str | float = ...,
             grow_during_warmup: bool = ..., lr_scaling: str = ..., max_lr_scale: float = ...,
-            recover_from_oom: bool = ..., audit_every: int | None = ..., report_dir: str | None = ...,
+            recover_from_oom: bool | None = ..., audit_every: int | None = ..., report_dir: str | None = ...,
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -133,6 +133,8 @@ class AdaptiveBatchingConfig:
         self._set("micro_batch_size", parse_micro_batch_size(self.micro_batch_size))
         for key in _FLAGS:
             require_bool(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
+        if self.recover_from_oom is not None:
+            require_bool("adaptive_batching.recover_from_oom", self.recover_from_oom)
         for key in ("save_every_n_steps", "max_batch_size", "sequence_length", "audit_every"):
             if getattr(self, key) is not None:
                 require_positive_int(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
@@ -185,9 +187,9 @@ class AdaptiveBatchingConfig:
 
     @property
     def enabled(self) -> bool:
-        """False for a run as stock's, its checkpoints included."""
+        """False for a run that is left to the host, its checkpoints included."""
         is_split = not isinstance(self.micro_batch_size, Whole)
-        return self.resizes or is_split or self.save_every_n_steps is not None
+        return self.resizes or is_split or self.save_every_n_steps is not None or self.recover_from_oom is True
 
     @classmethod
     def from_mapping(

@@ -42,7 +42,7 @@ _RECIPES: dict[str, tuple[str, str, tuple[type, ...], dict[str, Any]]] = {
     ),
     "full_dpo_distributed": (
         "FullDPORecipeDistributed", "full fine-tuning by direct preference optimization",
-        _WITH_BATCH_STATE, {**_OF_PREFERENCES, **_IN_GROUP, "logs_gradient_norm": False},
+        _WITH_BATCH_STATE, {**_OF_PREFERENCES, **_IN_GROUP},
     ),
     "knowledge_distillation_single_device": (
         "KDRecipeSingleDevice", "knowledge distillation", (AdaptiveBatching,), {"make_objective": distillation},

@@ -364,7 +364,7 @@ class AdaptiveRun:
             step = StepInParts(
                 trainer, kind, size, data.length, self.ranks, padding=settings.padding,
                 balances_ranks=settings.balance_ranks and joins, joins_batches=joins, dependent_module=module,
-                recovers=settings.recover_from_oom, audit_every=settings.audit_every,
+                recovers=settings.recover_from_oom is not False, audit_every=settings.audit_every,
             )  # fmt: skip
             if step.sharing is None and rebalances(trainer.args):
                 raise ConfigError(

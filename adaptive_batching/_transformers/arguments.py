@@ -35,7 +35,7 @@ def _setting(default: Any, text: str) -> Any:
 class AdaptiveArguments:
     """Settings for a ``Trainer``, under the names that they have in a recipe's config, without its sections.
 
-    With none of the first three set, training is that of ``Trainer`` itself.
+    With neither ``recover_from_oom`` nor one of the first three set, training is that of ``Trainer`` itself.
     """
 
     use_maximum_batch_size: bool = _setting(
@@ -66,7 +66,9 @@ class AdaptiveArguments:
     search: str = _setting("predict", "How to look for the maximum: predict, binary_search or power_of_two.")
     lr_scaling: str = _setting("none", "How the learning rate follows the global batch: none, sqrt, linear or auto.")
     max_lr_scale: float = _setting(4.0, "Largest factor that lr_scaling applies.")
-    recover_from_oom: bool = _setting(True, "Rerun a step that ran out of memory in smaller parts.")
+    recover_from_oom: bool | None = _setting(
+        None, "Rerun a step that ran out of memory in smaller parts; None: where another setting is made."
+    )
     audit_every: int | None = _setting(None, "Optimizer steps between checks that parts add up to their union.")
     report_dir: str | None = _setting(None, "Where record and page go; default: adaptive_batching in output_dir.")
 
@@ -152,7 +154,7 @@ def _check(settings: AdaptiveBatchingConfig, batch_size: int) -> None:
     if changed and not settings.enabled:
         raise ConfigError(
             f"{changed[0]}={getattr(settings, changed[0])} has no effect by itself; set micro_batch_size='auto' too, "
-            "or use_maximum_batch_size or batch_increase_function"
+            "or use_maximum_batch_size, batch_increase_function or recover_from_oom=True"
         )
     if not settings.resizes and (of_growth := [name for name in changed if name in _OF_GROWTH]):
         raise ConfigError(

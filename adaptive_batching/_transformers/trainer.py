@@ -302,7 +302,7 @@ class AdaptiveTraining:
     def _of_samples_to_evaluate(self, dataloader: Any, loop: Any) -> Any:
         """Return the loader that hands out the samples of another, or None if they are not evaluated in parts."""
         run = self.adaptive
-        if run is None or not run.settings.recover_from_oom:
+        if run is None or run.settings.recover_from_oom is False:
             return None
         # A loop of the user's own may look into batches, as Accelerate does into those of a stream, and Trainer into
         # those whose inputs are asked for.

@@ -89,14 +89,9 @@ class PPOLoop:
         recoveries = self._rollout.runner.num_recoveries + self._runner.num_recoveries
         if training.global_step % training.run.log_every == 0:
             added: dict[str, float] = schedule.metrics()
-            if schedule.adapts:
-                added["ppo_batch_size"] = len(samples) // self._stock.steps
-            if schedule.adapts or recoveries:
-                added["oom_retries"] = recoveries
+            added |= {"ppo_batch_size": len(samples) // self._stock.steps, "oom_retries": recoveries}
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
             self._hooks.log_rollout(added, trajectory, stats, *divergence, *tokens_per_second)
-        if not schedule.adapts and not training.watchers:
-            return  # nothing waits for the device
         loss, rate = float(stats.loss.mean()), self._hooks.learning_rate()
         recovered = [*self._rollout.runner.take_recovered(), *self._runner.take_recovered()]
         for watcher in training.watchers:

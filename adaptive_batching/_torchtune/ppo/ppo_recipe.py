@@ -13,7 +13,7 @@ from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, run_of
 from adaptive_batching._torchtune.stock import checkpoints
 from adaptive_batching._torchtune.stock.loading import replaced_in
-from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.train.recipe import AdaptiveBatching, unless_off
 
 
 class AdaptivePPO(AdaptiveBatching):
@@ -40,7 +40,7 @@ class AdaptivePPO(AdaptiveBatching):
         super().__init__(cfg)
         self._value_checkpoints = Path(cfg.value_checkpointer.output_dir)
 
-    def _settle(self, cfg: DictConfig, report: Report | None) -> None:
+    def _settle(self, cfg: DictConfig, report: Report) -> None:
         stock = StockPPO(self, cfg.ppo_batch_size)
         self._host = host_of(self, stock, Trajectories(stock), self.ranks, self._backward_optimizers)
         run = run_of(self, int(cfg.num_steps), self.learning_rate())
@@ -87,9 +87,10 @@ class AdaptivePPO(AdaptiveBatching):
             [(args, kwargs)] = waiting
             save(*args, **kwargs)
 
+    @unless_off
     def _setup_checkpointers(
         self, policy: DictConfig, ref_policy: DictConfig, value: DictConfig, reward: DictConfig
     ) -> Any:
-        if self._settings.enabled and self._resume_from_checkpoint:
+        if self._resume_from_checkpoint:
             checkpoints.take_value_model_of(policy, value)
         return super()._setup_checkpointers(policy, ref_policy, value, reward)  # type: ignore[misc]

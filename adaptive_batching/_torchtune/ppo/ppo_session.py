@@ -28,7 +28,7 @@ from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, l
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
-from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSchedule, make_controller
+from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe
 from adaptive_batching._torchtune.train.settled import (
     Settled,
@@ -50,7 +50,7 @@ class PPOSession:
     """A run of PPO on one device, and everything that it has settled on before it trains.
 
     Args:
-        report: Of the run; None with all fields unset.
+        report: Of the run.
         stored: State of the run that is resumed; empty for a new one.
     """
 
@@ -61,12 +61,12 @@ class PPOSession:
         run: StockRun,
         settings: AdaptiveBatchingConfig,
         increase: Increase,
-        report: Report | None,
+        report: Report,
         stored: Mapping[str, Any],
     ) -> None:
         self.stock, self.host, self.run, self.settings, self.increase = stock, host, run, settings, increase
-        self.split_policy = SplitPolicy(is_stock=report is None)
-        self.settled: Settled | None = None  # with all fields unset
+        self.split_policy = SplitPolicy()
+        self.settled: Settled | None = None  # until it is
         self._training: TrainingRun | None = None  # until it begins
         self._report, self._stored = report, stored
         self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
@@ -78,9 +78,6 @@ class PPOSession:
         host, run, stock, settings, increase = self.host, self.run, self.stock, self.settings, self.increase
         report, stored, split_policy = self._report, self._stored, self.split_policy
         before_memory_is_short(host, settings)
-        if report is None:
-            return
-
         # What is probed are backward passes: a batch has as many of equal size as configured.
         sizing = size_up(
             settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank,
@@ -175,11 +172,9 @@ class PPOSession:
     def train(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> None:
         """Train; the record of the run is told what happens before ``watchers`` are."""
         host, run, stock, settings = self.host, self.run, self.stock, self.settings
-        split_policy, settled = self.split_policy, self.settled
-        schedule = StockSchedule(host, run, stock.total_rollouts) if settled is None else settled.growth
-        watchers = [*watchers] if self._report is None else [self._report, *watchers]
-        self._training = training = TrainingRun(host, run, hooks, schedule, settings, watchers)
-        recovers = settings.recover_from_oom
+        split_policy, settled, recovers = self.split_policy, self.settled, settings.recover_from_oom is not False
+        assert settled is not None, "settle first"
+        self._training = training = TrainingRun(host, run, hooks, settled.growth, settings, [self._report, *watchers])
 
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(host, checkpoints_activations=True)
@@ -187,18 +182,17 @@ class PPOSession:
         rollout = Rollout(rollout_work, StepRunner(rollout_work, self._rollout_limit, recovers=recovers))
 
         splitter = Splitter(host, split_policy)
-        work = TrainingWork(host, splitter, schedule, self._batch_dependent)
-        largest_that_ran = 0 if settled is None else settled.probed.tokens
-        runner = StepRunner(work, split_policy.limit, recovers=recovers, largest_that_ran=largest_that_ran)
+        work = TrainingWork(host, splitter, self._batch_dependent)
+        runner = StepRunner(work, split_policy.limit, recovers=recovers, largest_that_ran=settled.probed.tokens)
         PPOLoop(training, stock, rollout, work, runner).run()
 
     def note_random_state(self) -> None:
         """Keep the random state for the checkpoint that is saved next."""
-        if self.settled is not None:
-            self.settled.note_random_state()
+        assert self.settled is not None, "settle first"
+        self.settled.note_random_state()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint that is saved now holds; None with all fields unset, as in stock."""
+        """Return what a checkpoint that is saved now holds; None before training."""
         if self.settled is None or self._training is None:
             return None
         state = self.settled.state_dict(self._training.global_step)

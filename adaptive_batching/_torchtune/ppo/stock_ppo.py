@@ -51,7 +51,6 @@ class StockPPO:
         self.pad_id: int = recipe._tokenizer.pad_id
         self.vocabulary: int = recipe._policy_model.tok_embeddings.num_embeddings
         self.max_generated_tokens: int = recipe._max_generated_tokens
-        self.total_rollouts: int = recipe._total_steps
         self.rollout_rows: int = recipe._forward_batch_size
         self.epochs: int = recipe._ppo_epochs  # times that a batch of trajectories is learned from
         self.steps: int = recipe.batch_size // ppo_batch_size  # of the optimizer in each, however large a batch is

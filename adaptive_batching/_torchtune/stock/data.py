@@ -22,18 +22,16 @@ _TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone 
 class SampleLoader:
     """A stock loader that yields lists of *samples* in stock's order, which are collated later, when they run.
 
-    ``extra_state`` returns what a checkpoint holds besides the loader's own state, or None. ``drops_last`` leaves out a
-    last batch that is not full.
+    A last batch that is not full is left out. ``extra_state`` returns what a checkpoint holds besides the loader's own
+    state, or None.
     """
 
-    def __init__(
-        self, stock: DataLoader[Any], extra_state: Callable[[], Any] = lambda: None, *, drops_last: bool = True
-    ) -> None:
+    def __init__(self, stock: DataLoader[Any], extra_state: Callable[[], Any] = lambda: None) -> None:
         self.dataset: Any = stock.dataset
         self.sampler: Any = stock.sampler
         self.collate: Callable[[list[Sample]], Any] = stock.collate_fn
         self._extra_state = extra_state
-        self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
+        self._batches = _Batches(self.sampler, stock.batch_size or 1)
         self._indexed = _Indexed(self.dataset)
         # Each iterator of it draws from torch's global random state: one an epoch, as in stock, for dropout's sake.
         self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=list)
@@ -71,8 +69,8 @@ class SampleLoader:
 class _Batches(BatchSampler):
     """Stock's batches of indices, each of the size that is set when it is drawn."""
 
-    def __init__(self, sampler: Any, batch_size: int, drops_last: bool) -> None:
-        super().__init__(sampler, batch_size, drop_last=drops_last)
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=True)
         self.start = 0
         self._iterator: Any = None
 

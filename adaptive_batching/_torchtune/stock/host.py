@@ -84,7 +84,6 @@ class Host:
     ranks: Ranks
     num_replicas: int = 1  # ranks that see different samples; fewer than all ranks under tensor parallelism
     clip_norm: float | None = None
-    logs_norm: bool = True  # of the gradient, where it is clipped
     backward_optimizers: OptimizersInBackward | None = None  # of optimizers that step in the backward pass
     collectives: MicroBatchCollectives | None = None  # of a sharded model, which a rank can issue for the others
     tensor_parallel: bool = False
@@ -179,7 +178,6 @@ def host_of(
         num_replicas=int(getattr(recipe, "dp_size", ranks.size)),
         tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
         clip_norm=None if clip_norm is None else float(clip_norm),
-        logs_norm=getattr(recipe, "logs_gradient_norm", True),
         backward_optimizers=backward_optimizers if _steps_in_backward(recipe) else None,
         is_compiled=bool(getattr(recipe, "_compile", getattr(recipe, "_model_compile", False))),
         checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in recipe._model.modules()),

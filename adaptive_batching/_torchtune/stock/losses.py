@@ -164,11 +164,10 @@ class NextToken(Objective):
 
 
 class Distillation(NextToken):
-    """The mean loss over target tokens, mixed with the mean divergence from a teacher, as stock's recipes compute it.
+    """The mean loss over target tokens, mixed with the mean divergence from a teacher.
 
     Stock runs backward from the mean of each batch and then divides the gradient by the tokens of the step, so that it
-    shrinks with the number of tokens. With a field set, means are multiplied by their tokens first, as in supervised
-    fine-tuning; without one the gradient is stock's.
+    shrinks with the number of tokens. Here means are multiplied by their tokens first, as in supervised fine-tuning.
     """
 
     saves_memory_by = frozenset({"lora"})  # stock's recipes offload no activations
@@ -178,11 +177,6 @@ class Distillation(NextToken):
         assert parts.frozen is not None
         self.frozen_models = (parts.frozen,)
         self._teacher_loss, self._teacher_share = parts.teacher_loss, parts.teacher_share
-        self._num_ranks = parts.num_ranks
-        self._last: list[torch.Tensor] = []  # mean losses of the last forward on this rank
-
-    def weight_of(self, batch: Counts) -> int:
-        return 1 if self._is_stock else super().weight_of(batch)
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
         labels, num_tokens = self._labels(batch)  # [b, s]
@@ -194,40 +188,27 @@ class Distillation(NextToken):
         divergence = self._teacher_loss(logits, of_teacher, labels)
         class_loss = self._loss(logits, labels)
         del logits, of_teacher  # else they would be held through the backward pass
-        mixed = self._mixed(class_loss, divergence)
-        if weight is not None:
-            mixed = mixed * weight
-        elif not self._is_stock:
-            mixed = mixed * num_tokens
-        self._last = [class_loss.detach(), divergence.detach()]
-        share = num_tokens if weight is None or self._is_stock else weight
-        sums = {name: loss * share for name, loss in zip(_LOSSES, self._last, strict=True)}
+        share = num_tokens if weight is None else weight
+        mixed = self._mixed(class_loss, divergence) * share
+        sums = {name: loss.detach() * share for name, loss in zip(_LOSSES, (class_loss, divergence), strict=True)}
         return mixed, Sums(mixed.detach(), num_tokens, sums)
 
     def _mixed(self, class_loss: Any, divergence: Any) -> Any:
         return (1 - self._teacher_share) * class_loss + self._teacher_share * divergence
 
     def mean_loss(self, sums: Sums) -> Any:
-        """Return the mixed loss of a step, or what stock logs of it; on the device, which is not waited for."""
-        if self._is_stock and self._num_ranks > 1:
-            return self._mixed(*self.metrics(sums).values())
-        per_token = sums.tokens.reciprocal()  # by which torch multiplies where stock divides a number
+        """Return the mixed loss of a step; on the device, which is not waited for."""
+        per_token = sums.tokens.reciprocal()
         return self._mixed(*(sums.metrics[name] * per_token for name in _LOSSES))
 
     def metrics(self, sums: Sums) -> dict[str, Any]:
         """Return both mean losses of a step. On several devices stock logs those of the rank's last forward instead."""
-        if self._is_stock and self._num_ranks > 1:
-            return {name: loss.item() for name, loss in zip(_LOSSES, self._last, strict=True)}
         tokens = sums.tokens.cpu()  # once: each use of a result on the device would wait again
         return {name: sums.metrics[name].item() / tokens for name in _LOSSES}
 
     def recompile(self, again: Callable[[Any], Any]) -> None:
         super().recompile(again)
         self._teacher_loss = again(self._teacher_loss)
-
-    def forget(self) -> None:
-        super().forget()
-        self._last = []
 
 
 class FakeQuantized(NextToken):
@@ -242,7 +223,7 @@ class FakeQuantized(NextToken):
 
     def begin_step(self, step: int, samples: int) -> None:
         first = self._first_step
-        if first is None or (0 < step < first and self._is_stock):  # a resumed run of stock rounds at once
+        if first is None:
             return
         rounds = step > 0 and step >= first
         if rounds == self._rounds:
@@ -254,16 +235,6 @@ class FakeQuantized(NextToken):
         else:
             log.info("step %d: fake quantization is off until step %s", step, first)
             self._model.apply(quantization._get_disable_fake_quant(self._mode))
-
-
-class _OfLast(Sums):
-    """Sums of losses and tokens, and the metrics of the last forward alone, which is what stock logs."""
-
-    def __add__(self, other: Sums) -> Sums:
-        return _OfLast(self.loss + other.loss, self.tokens + other.tokens, other.metrics)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
-        return _OfLast(*vars(super().map(function)).values())
 
 
 class Preferences(Objective):
@@ -348,8 +319,6 @@ class Preferences(Objective):
             **means,
         }
         num_tokens = torch.full((), tokens.numel(), device=tokens.device)  # no copy, which would wait for the device
-        if self._is_stock and self._num_ranks == 1:
-            return loss, _OfLast(loss.detach(), num_tokens, metrics)
         if share != 1:
             metrics = {name: share * value for name, value in metrics.items()}
         return loss, Sums(loss.detach(), num_tokens, metrics)
@@ -363,9 +332,8 @@ class Preferences(Objective):
         return log_probs, logits
 
     def mean_loss(self, sums: Sums) -> Any:
-        """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks, which is what is summed here."""
-        as_summed = self._is_stock and not self.frozen_models
-        return sums.loss.item() if as_summed else sums.loss.item() / self._num_ranks
+        """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks."""
+        return sums.loss.item() / self._num_ranks
 
     def metrics(self, sums: Sums) -> dict[str, Any]:
         """Return rewards, log probabilities and logits over all pairs; on one device stock takes the last forward's."""
@@ -417,6 +385,8 @@ def next_token(parts: StockParts) -> NextToken:
 
 # What users name, as the function above.
 distillation, fake_quantized, preferences = Distillation, FakeQuantized, Preferences
+OF_STOCK = (next_token, distillation, fake_quantized, preferences)
+"""Make the objectives of stock's recipes."""
 
 
 class AcceptsConfigsOfTorchao:

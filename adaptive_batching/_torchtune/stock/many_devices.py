@@ -18,17 +18,18 @@ log = logging.getLogger(__name__)
 
 
 def _without_statistics(name: str) -> Callable[..., Any]:
-    """Return stock's method of that name, kept from reading and logging the memory of an accelerator not there."""
+    """Return stock's method of that name, kept from the memory of an accelerator that is not there."""
     no_stats: dict[str, Callable[..., Any]] = {
+        "cleanup_before_training": lambda: None,
         "get_memory_stats": lambda *_, **__: {},
         "log_memory_stats": lambda *_, **__: None,
     }
 
-    def set_up(recipe: ManyDevices, *args: Any, **kwargs: Any) -> Any:
+    def run(recipe: ManyDevices, *args: Any, **kwargs: Any) -> Any:
         with replaced_in_torchtune(**no_stats if recipe._device.type == "cpu" else {}):
             return getattr(super(ManyDevices, recipe), name)(*args, **kwargs)
 
-    return set_up
+    return run
 
 
 class ManyDevices:
@@ -51,6 +52,7 @@ class ManyDevices:
     _setup_model = _without_statistics("_setup_model")
     _setup_teacher_model = _without_statistics("_setup_teacher_model")
     _setup_reference_model = _without_statistics("_setup_reference_model")
+    train = _without_statistics("train")
 
 
 def start_process_group(cfg: DictConfig) -> None:

@@ -50,8 +50,8 @@ class Sums:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
         """Apply ``function`` to each of the values."""
-        tokens, loss = function(self.tokens), function(self.loss)  # in the order in which stock sums over ranks
-        return Sums(loss, tokens, {name: function(value) for name, value in self.metrics.items()})
+        metrics = {name: function(value) for name, value in self.metrics.items()}
+        return Sums(function(self.loss), function(self.tokens), metrics)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class Objective(ABC):
     """Ways to save memory that recipes of this kind have, besides checkpointing of activations."""
 
     _activations: Activations = contextlib.nullcontext()
-    _is_stock = True
 
     # Samples
 
@@ -150,7 +149,7 @@ class Objective(ABC):
             model: The model that is trained.
             batch: The collated samples, on the device; may be changed.
             weight: Share of a part, by which its mean loss is multiplied: see :class:`Counts`. None for a whole batch,
-                which is computed operation by operation as in stock.
+                which is computed as in stock.
 
         Returns:
             The weighted loss to run backward from, and its detached sums.
@@ -160,10 +159,6 @@ class Objective(ABC):
         """Return a batch as small as possible whose forward issues the collectives of training."""
         sample = dataset[0]
         return self.collate([self.stretch(sample, SHORT) or sample])
-
-    def leave_stock(self) -> None:
-        """From now on, report what is right where stock reports something else."""
-        self._is_stock = False
 
     def equalize_collectives(self) -> None:  # noqa: B027 (an objective may have nothing to do here)
         """From now on, pad batches so that every forward of a sharded model issues the same collectives."""
@@ -192,11 +187,11 @@ class Objective(ABC):
         return None
 
     def mean_loss(self, sums: Sums) -> Any:
-        """Return the loss of a step as stock logs it."""
+        """Return the loss of a step that is logged."""
         return sums.loss.item()
 
     def metrics(self, sums: Sums) -> dict[str, Any]:
-        """Return what stock logs of a step besides loss, learning rate, throughput and gradient norm."""
+        """Return what is logged of a step besides loss, learning rate, throughput and gradient norm."""
         return {}
 
     # Set-up

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why_not_drained
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
@@ -22,24 +21,18 @@ def collectives_of(
     host: Host, settings: AdaptiveBatchingConfig, *, probes: bool
 ) -> tuple[MicroBatchCollectives | None, str]:
     """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
-    why = _why_not_possible(host)
+    why, recovers = _why_not_possible(host), settings.recover_from_oom is not False
     if why and probes:
         raise ConfigError(
             f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False and, to "
             "grow, adaptive_batching.max_batch_size"
         )
     if why:
-        if settings.recover_from_oom:
+        if recovers:
             log.warning("recovery from out-of-memory errors is off: %s", why)
         return None, why
-    if not settings.recover_from_oom and not probes:
+    if not recovers and not probes:
         return None, ""
-    if not settings.enabled and (failure := host.ranks.connect()):
-        # What asks for more than stock does cannot go on without; this can.
-        why = str(GroupError(failure))
-        if host.ranks.is_first:
-            log.warning("recovery from out-of-memory errors is off: %s", why)
-        return None, why
     # Those of a forward and backward of a few tokens, which leaves nothing behind.
     collectives = MicroBatchCollectives(host.models)
     batch = host.objective.smallest_batch(host.loader.dataset)

@@ -28,7 +28,6 @@ from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import held_back
-from adaptive_batching._torchtune.train.growing import StockSchedule
 from adaptive_batching._torchtune.train.recipe_work import parallel_of
 from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_work import TrainingWork
@@ -126,7 +125,7 @@ def _timer_of_steps(
     works: dict[Candidate, TrainingWork] = {}
     for candidate in candidates:
         policy = replace(split_policy, size=_split_size(candidate), limit=TokenLimit())
-        works[candidate] = TrainingWork(host, Splitter(host, policy), StockSchedule(host, run))
+        works[candidate] = TrainingWork(host, Splitter(host, policy))
     runners = {each: StepRunner(work, TokenLimit(), parallel_of(host), recovers=False) for each, work in works.items()}
     seen: list[list[list[Sample]]] = []
     warm: set[Candidate] = set()

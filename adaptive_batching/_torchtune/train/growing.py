@@ -134,8 +134,6 @@ class _Interval:
 class Growth:
     """Makes loader and learning rate follow the batch schedule of a run."""
 
-    adapts = True
-
     def __init__(
         self,
         host: Host,
@@ -239,56 +237,3 @@ class Growth:
         if interval.val_loss is not None:
             self._val_losses.append(interval.val_loss)
         return {"losses": tuple(self._losses), "val_losses": tuple(self._val_losses)}
-
-
-class StockSchedule:
-    """Batches and learning rates of a run with all fields unset; ``total_steps`` end it, if given.
-
-    Methods are those of ``Growth`` and ``BatchSizeSchedule``.
-    """
-
-    adapts = False
-    global_batch_size = 0
-
-    def __init__(self, host: Host, run: StockRun, total_steps: int | None = None) -> None:
-        self.accumulation, self.steps_per_epoch = run.accumulation, run.steps_per_epoch
-        self.steps_in_epoch = 0
-        self._steps, self._total, self._most_in_epoch = run.first_step, total_steps, run.max_steps_per_epoch
-        self._loader, self._scheduler = host.loader, run.scheduler
-
-    @property
-    def batch_schedule(self) -> StockSchedule:
-        return self
-
-    @property
-    def run_is_over(self) -> bool:
-        return self._steps == self._total
-
-    @property
-    def epoch_is_over(self) -> bool:
-        return self.run_is_over or self.steps_in_epoch == self._most_in_epoch
-
-    def steps_left(self) -> int:
-        return (self._total or 0) - self._steps
-
-    def start_epoch(self, number: int) -> None:
-        self.steps_in_epoch = 0
-
-    def batches(self) -> Iterator[list[Sample]]:
-        return iter(self._loader)
-
-    def take_step(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self._steps += 1
-        self.steps_in_epoch += 1
-
-    def record_step(self, loss: float) -> None: ...
-
-    def note_validation(self, loss: float) -> None: ...
-
-    def unscaled(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def metrics(self) -> dict[str, float]:
-        return {}

@@ -32,8 +32,7 @@ class TrainingLoop:
     """Trains a model on the sum of its samples' gradients.
 
     A *window* is the batches of one optimizer step, each run as one micro-batch or several; the samples
-    of all its batches may be sorted and split together. Where stock's epoch ends within a window, its gradients
-    are carried into the next epoch, as in stock; with adaptive batching on, an epoch ends with its last full window.
+    of all its batches may be sorted and split together. An epoch ends with its last full window.
     """
 
     def __init__(
@@ -46,15 +45,13 @@ class TrainingLoop:
         self.training = training
         self._host, self._run, self._schedule = training.host, training.run, training.schedule
         self._work, self._runner, self._validation = work, runner, validation
-        self._costs: StepCosts | None = None
         self._start_window()
 
     def run(self) -> None:
         training = self.training
         if self._host.ranks.size > 1 and self._host.device.type != "cpu":
             stock_training.cleanup_before_training()  # as stock does on many devices
-        if self._schedule.adapts:
-            self._costs = StepCosts(self._host)
+        self._costs = StepCosts(self._host)
         if self._validation is not None:
             with training.limited():
                 self._validation.check_that_longest_fits()
@@ -66,19 +63,15 @@ class TrainingLoop:
 
     def _run_epoch(self, epoch: int) -> None:
         host, run, batch_schedule = self._host, self._run, self._schedule.batch_schedule
-        batches = 0  # in this epoch's window: like stock, count from zero and keep the gradients of an unfinished one
-        if self._schedule.adapts:
-            self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
+        self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         total, before = batch_schedule.steps_per_epoch, batch_schedule.steps_in_epoch
         shown = {} if host.ranks.is_first else {"disable": True}  # else as the environment says
         with tqdm(total=total, initial=before, dynamic_ncols=True, **shown) as progress:
             for index, batch in enumerate(self._schedule.batches()):
                 with self.training.recorded_memory(epoch, index):
-                    batches += 1
-                    ends_window = batches == batch_schedule.accumulation
+                    ends_window = len(self._window) + 1 == batch_schedule.accumulation
                     self._run_batch(batch, ends_window=ends_window)
                     if ends_window:
-                        batches = 0
                         self._finish_step(epoch, progress)
                 if run.profiler is not None and (ends_window or not run.profiles_steps):  # as in stock
                     run.profiler.step()
@@ -116,18 +109,13 @@ class TrainingLoop:
         schedule.take_step()
         training.count_step(epoch)
 
-        loss = host.objective.mean_loss(sums)
-        if schedule.adapts:
-            loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
+        loss = float(host.objective.mean_loss(sums))  # read once, as it waits for the device
         seconds = time.perf_counter() - self._window_start
         samples = [sample for batch in self._window for sample in batch]
-        cost = (
-            None if self._costs is None else self._costs.cost_of(samples, parts, seconds, self._work.splitter.sharing)
-        )
+        cost = self._costs.cost_of(samples, parts, seconds, self._work.splitter.sharing)
         progress.update(1)
-        progress.set_description(f"{epoch + 1}|{training.global_step}|Loss: {float(loss):.4f}")
-        size = len(self._window[-1]) if schedule.adapts else None
-        progress.set_postfix_str(columns(size, cost, self._runner.num_recoveries))
+        progress.set_description(f"{epoch + 1}|{training.global_step}|Loss: {loss:.4f}")
+        progress.set_postfix_str(columns(len(self._window[-1]), cost, self._runner.num_recoveries))
         if training.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
 
@@ -135,16 +123,15 @@ class TrainingLoop:
         for watcher in training.watchers:
             for failed, max_tokens in recovered:
                 watcher.recovery(epoch=epoch, step=training.global_step, failed=failed, max_tokens=max_tokens)
-            if cost is not None:
-                watcher.cost(cost)
+            watcher.cost(cost)
             seen = len(samples) * host.num_replicas
             rate = float(training.hooks.learning_rate())
-            watcher.step(epoch, training.global_step, seen, float(loss), rate, recoveries)
+            watcher.step(epoch, training.global_step, seen, loss, rate, recoveries)
 
         # A decision on the next size may read the validation's loss.
         if self._validation is not None and self._validation.is_due(training.global_step):
             self._validate(epoch, self._validation)
-        if schedule.adapts and training.record_step(float(loss)):
+        if training.record_step(loss):
             progress.total = schedule.batch_schedule.steps_per_epoch
         self._start_window()
 
@@ -158,7 +145,7 @@ class TrainingLoop:
         training.note_time("validation", epoch, start)
         self._schedule.note_validation(loss)
 
-    def _log_metrics(self, loss: torch.Tensor | float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
+    def _log_metrics(self, loss: float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
         host, hooks = self._host, self.training.hooks
         metrics = {
             "loss": loss,
@@ -169,11 +156,9 @@ class TrainingLoop:
         if self._run.logs_peak_memory:
             peaks = stock_training.get_memory_stats(device=host.device)
             metrics.update(peaks if self._validation is None else self._validation.with_peaks_before(peaks))
-        if grad_norm is not None and (host.logs_norm or self._schedule.adapts):
+        if grad_norm is not None:
             metrics["grad_norm"] = grad_norm
-        metrics.update(self._schedule.metrics())
-        if self._schedule.adapts or self._runner.num_recoveries > 0:  # else as in stock
-            metrics["oom_retries"] = self._runner.num_recoveries
+        metrics |= {**self._schedule.metrics(), "oom_retries": self._runner.num_recoveries}
         hooks.log_metrics(metrics, self.training.global_step)
 
 

@@ -1,12 +1,16 @@
-"""Code that every recipe shares: stock's set-up, extended where it has to be, and our loop in place of stock's."""
+"""Code that every recipe shares: stock's set-up, extended where it has to be, and our loop in place of stock's.
+
+With no field set, each method here is stock's own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig
@@ -24,7 +28,7 @@ from adaptive_batching._torchtune.stock import host as hosts
 from adaptive_batching._torchtune.stock.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.stock.learning_rate import scheduled_rates, scheduled_steps, set_rate
 from adaptive_batching._torchtune.stock.loading import replaced_in_torchtune
-from adaptive_batching._torchtune.stock.losses import next_token
+from adaptive_batching._torchtune.stock.losses import OF_STOCK, next_token
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
@@ -36,6 +40,25 @@ from adaptive_batching._unused_memory import keep_little_on_the_host, little_to_
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def unless_off(method: _Method) -> _Method:
+    """Have stock's own method run in place of ``method``, one of ``AdaptiveBatching``, with no field set."""
+
+    @functools.wraps(method)
+    def run(self: AdaptiveBatching, *args: Any, **kwargs: Any) -> Any:
+        if self._is_on:
+            return method(self, *args, **kwargs)
+        if self.watchers:
+            raise ConfigError(
+                "with no field set the recipe is stock's own, which tells watchers nothing; set "
+                "adaptive_batching.recover_from_oom=True, or another field"
+            )
+        return getattr(super(AdaptiveBatching, self), method.__name__)(*args, **kwargs)
+
+    return cast("_Method", run)
 
 
 class SettledRun(Protocol):
@@ -51,9 +74,11 @@ class SettledRun(Protocol):
 class AdaptiveBatching:
     """Mixed into a stock fine-tuning recipe, before it in the list of bases.
 
-    With none of ``use_maximum_batch_size``, ``batch_increase_function`` and ``micro_batch_size`` set, the recipe trains
-    as stock, bit for bit. A subclass extends the methods of stock's set-up (``_setup_model`` and the like), or names
-    another ``make_objective``; attributes that it changes when ``setup`` has ended are not looked at again.
+    With no field set, set-up, training and checkpoints are stock's own. Fields are those of the config, a validation,
+    and a ``make_objective`` of a subclass.
+
+    A subclass extends the methods of stock's set-up (``_setup_model`` and the like), or names another
+    ``make_objective``; attributes that it changes when ``setup`` has ended are not looked at again.
 
     Raises:
         TypeError: When a class is made that names a stock recipe before this one, or overrides ``_loss_step``.
@@ -97,12 +122,16 @@ class AdaptiveBatching:
                 )
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._settings = read_settings(cfg)
-        if self._settings.enabled and cfg.device == "cpu":
-            keep_little_on_the_host()
+        has_own_objective = type(self).make_objective not in OF_STOCK
+        self._settings = read_settings(cfg, is_on=has_own_objective)
         self._increase = resolve_increase(self._settings)
         self._validation = read_validation(cfg)
         check_validation(self._validation, self._increase, type(self))
+        self._is_on = self._settings.enabled or self._validation is not None or has_own_objective
+        if self._is_on and cfg.device == "cpu":
+            keep_little_on_the_host()
+        if not self._is_on and cfg.resume_from_checkpoint and not cfg.get("enable_async_checkpointing", False):
+            checkpoints.refuse_step_checkpoints(cfg)  # asynchronous ones have folders of their own
         self._validation_loader: SampleLoader | None = None
         self.watchers: list[Watcher] = []
         """Are told what happens while the recipe trains."""
@@ -117,24 +146,19 @@ class AdaptiveBatching:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         self.ranks = Ranks(self._device)
 
+    @unless_off
     def setup(self, cfg: DictConfig) -> None:
-        settings = self._settings
-        if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
-            directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
-            about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
-            self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if cfg.resume_from_checkpoint:
-            if settings.enabled:
-                context = checkpoints.from_last_checkpoint(cfg)
-            elif not cfg.get("enable_async_checkpointing", False):  # these have folders of their own
-                checkpoints.refuse_step_checkpoints(cfg)
-        with self._at_work():
-            with context:
+        # First, as a folder that cannot be written would show only after minutes.
+        directory, resume = report_dir(cfg, self._settings), bool(cfg.resume_from_checkpoint)
+        about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
+        report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
+        self._report = report
+        with self._at_work(report):
+            with checkpoints.from_last_checkpoint(cfg) if resume else contextlib.nullcontext():
                 super().setup(cfg=cfg)  # type: ignore[misc]
-            self._settle(cfg, self._report)
+            self._settle(cfg, report)
 
-    def _settle(self, cfg: DictConfig, report: Report | None) -> None:
+    def _settle(self, cfg: DictConfig, report: Report) -> None:
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
@@ -152,21 +176,17 @@ class AdaptiveBatching:
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
         return CacheInputs(cfg, resumes=bool(self._stored), stored=stored_probe_in(self._stored))
 
+    @unless_off
     def train(self) -> None:
-        assert self._session is not None, "set up first"
-        with self._at_work():
+        assert self._session is not None and self._report is not None, "set up first"
+        with self._at_work(self._report):
             self._session.train(self, self.watchers)
-        if self._report is not None:
-            self._report.finish()
+        self._report.finish()
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, report: Report) -> Iterator[None]:
         """Collect little garbage, and show errors on the page of the run; ranks on other machines leave it alone."""
-        with contextlib.ExitStack() as stack:
-            if self._report is not None:
-                stack.enter_context(little_to_collect())
-                if self.ranks.is_next_to_first:
-                    stack.enter_context(self._report.showing_errors())
+        with little_to_collect(), report.showing_errors() if self.ranks.is_next_to_first else contextlib.nullcontext():
             yield
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
@@ -177,13 +197,12 @@ class AdaptiveBatching:
         """Return the learning rate that stock would log."""
         return float(get_lr(hosts.learning_rate_holder(self)))
 
+    @unless_off  # PPO has a method of that name in stock
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
-        """Hand metrics to stock's logger; with adaptive batching on, a full disk there ends no training."""
+        """Hand metrics to stock's logger; a full disk there ends no training."""
         try:
             self._metric_logger.log_dict(metrics, step=step)
         except OSError as error:
-            if not self._settings.enabled:
-                raise
             if not self._warned_of_logger:
                 log.warning("metrics could not be logged (%s); training continues", error)
             self._warned_of_logger = True
@@ -202,19 +221,18 @@ class AdaptiveBatching:
         if self.ranks.is_first and not hosts.saves_on_every_rank(self):
             around = checkpoints.saved_as(name, (hosts.checkpointer_of(self), self._checkpoints))
         self._session.note_random_state()
-        merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
-        with checkpoints.unchanged_weights(merged_into), around:
+        with checkpoints.unchanged_weights(hosts.model_in_checkpoint(self)), around:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
+    @unless_off
     def cleanup(self) -> None:
         self._backward_optimizers.release()
         try:
             super().cleanup()  # type: ignore[misc]
         except OSError as error:
-            if not self._settings.enabled:
-                raise
             log.warning("the metric logger could not be closed (%s); training is complete and saved", error)
 
+    @unless_off
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
@@ -223,10 +241,10 @@ class AdaptiveBatching:
                 raise
             raise ConfigError(cannot_be_loaded(error)) from error
 
+    @unless_off
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
         sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
-        drops_last = self._settings.enabled or stock_loader.drop_last
-        loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
+        loader = SampleLoader(stock_loader, self._state_to_store)
         batches = self._batches_of_a_step or self._gradient_accumulation_steps
         check_data_fills_a_step(len(loader.sampler), loader.batch_size, batches)
         if self._validation is not None:
@@ -250,34 +268,34 @@ class AdaptiveBatching:
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict()
 
+    @unless_off
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
-        if self._settings.enabled:
-            epochs = getattr(self, "total_epochs", None)  # in PPO those of the run that is resumed hold
-            if epochs is not None and self.epochs_run >= epochs:
-                raise ConfigError(
-                    f"epochs={epochs} leaves nothing to train: the run being resumed has finished {self.epochs_run}. "
-                    f"Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
-                )
-            self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
+        epochs = getattr(self, "total_epochs", None)  # in PPO those of the run that is resumed hold
+        if epochs is not None and self.epochs_run >= epochs:
+            raise ConfigError(
+                f"epochs={epochs} leaves nothing to train: the run being resumed has finished {self.epochs_run}. "
+                f"Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
+            )
+        self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
 
+    @unless_off
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         with replaced_in_torchtune(register_optim_in_bwd_hooks=self._backward_optimizers.register):
             return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
 
+    @unless_off
     def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:
-        enabled = self._settings.enabled
-        if enabled:
-            # The stock LoRA recipe starts the schedule from its beginning on resume.
-            last_epoch = scheduled_steps(self.epochs_run, self._stored, self._steps_per_epoch) - 1
-            initial_lr = hosts.initial_learning_rate(self)
-            rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
-            if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
-                for group in hosts.groups_of(self):
-                    set_rate(group, initial_lr)
+        # The stock LoRA recipe starts the schedule from its beginning on resume.
+        last_epoch = scheduled_steps(self.epochs_run, self._stored, self._steps_per_epoch) - 1
+        initial_lr = hosts.initial_learning_rate(self)
+        rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
+        if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
+            for group in hosts.groups_of(self):
+                set_rate(group, initial_lr)
         kwargs |= {"num_training_steps": num_training_steps, "last_epoch": last_epoch}
         scheduler = super()._setup_lr_scheduler(**kwargs)  # type: ignore[misc]
-        if enabled and last_epoch >= 0 and scheduler is not None:
+        if last_epoch >= 0 and scheduler is not None:
             # Some of torch's schedulers take the step that they resume at a second time.
             for group in hosts.groups_of(self):
                 set_rate(group, rates[last_epoch + 1])

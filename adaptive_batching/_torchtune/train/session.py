@@ -1,8 +1,5 @@
-"""A run from its settings to its loop; each step hands its value on to the next.
-
-    settings -> host -> sizing -> probed -> split policy -> batch schedule -> loop
-
-With all fields unset only the host and the loop are made, and the run is stock's.
+"""A run from its settings to its loop; each step hands its value on to the next:
+settings -> host -> sizing -> probed -> split policy -> batch schedule -> loop.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.train.collectives import collectives_of
 from adaptive_batching._torchtune.train.exploring import explore_micro_batch_size
-from adaptive_batching._torchtune.train.growing import Growth, Increase, StockSchedule, make_controller
+from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.probing import CacheInputs, find_maximum, sizing_of
 from adaptive_batching._torchtune.train.recipe_work import parallel_of
@@ -49,7 +46,7 @@ class Session:
     """A run, and everything that it has settled on before it trains.
 
     Args:
-        report: Of the run; None with all fields unset.
+        report: Of the run.
         stored: State of the run that is resumed; empty for a new one.
         held_out: Data of validations.
     """
@@ -60,7 +57,7 @@ class Session:
         run: StockRun,
         settings: AdaptiveBatchingConfig,
         increase: Increase,
-        report: Report | None,
+        report: Report,
         stored: Mapping[str, Any],
         held_out: HeldOut | None,
     ) -> None:
@@ -68,10 +65,9 @@ class Session:
         self.split_policy = SplitPolicy(
             row_size=RowSize(first_row(host.device.type)),
             balances_ranks=settings.balance_ranks,
-            is_stock=report is None,
         )
         self._report, self._stored, self._held_out = report, stored, held_out
-        self.settled: Settled | None = None  # with all fields unset
+        self.settled: Settled | None = None  # until it is
         self._training: TrainingRun | None = None  # until it begins
         self._explored: int | str | None = None
         self._validation_limit = TokenLimit()
@@ -82,16 +78,11 @@ class Session:
         report, stored, split_policy = self._report, self._stored, self.split_policy
         sizing = sizing_of(host, run, settings)
 
-        if report is not None:
-            host.objective.leave_stock()
-            host.objective.equalize_collectives()
+        host.objective.equalize_collectives()
         if host.ranks.size > 1:
             collectives, why_not = collectives_of(host, settings, probes=sizing.probes)
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
         before_memory_is_short(host, settings)
-        if report is None:
-            return
-
         check_that_splitting_is_exact(sizing, self._batch_dependent)
         if isinstance(settings.micro_batch_size, (ByLength, Explore)) and not settings.padding:
             self.host = host = lay_end_to_end(host)
@@ -119,37 +110,35 @@ class Session:
     def train(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> None:
         """Train; the record of the run is told what happens before ``watchers`` are."""
         host, run, settings = self.host, self.run, self.settings
-        split_policy, settled = self.split_policy, self.settled
-        schedule = StockSchedule(host, run) if settled is None else settled.growth
-        watchers = [*watchers] if self._report is None else [self._report, *watchers]
-        self._training = training = TrainingRun(host, run, hooks, schedule, settings, watchers)
-        recovers = settings.recover_from_oom
+        split_policy, settled, recovers = self.split_policy, self.settled, settings.recover_from_oom is not False
+        assert settled is not None, "settle first"
+        self._training = training = TrainingRun(host, run, hooks, settled.growth, settings, [self._report, *watchers])
 
         splitter = Splitter(host, split_policy)
         together = isinstance(split_policy.size, ByLength)
-        work = TrainingWork(host, splitter, schedule, self._batch_dependent, together=together)
+        work = TrainingWork(host, splitter, self._batch_dependent, together=together)
         # Uncompiled, flex attention holds a whole matrix of scores; what has stepped in its backward cannot run again.
         is_audited = not compiling.compiles_each_size(host.loader.dataset) and not host.steps_in_backward
         remedy = "leave micro_batch_size null and set a smaller batch_size, or take a loss that is a mean over tokens"
         audit = Audit(work, host.ranks, remedy, settings.audit_every) if is_audited else None
         runner = StepRunner(
             work, split_policy.limit, parallel_of(host), audit=audit, recovers=recovers,
-            largest_that_ran=0 if settled is None else settled.probed.tokens,
+            largest_that_ran=settled.probed.tokens,
         )  # fmt: skip
 
         validation = None
         if self._held_out is not None:
-            probed = settled.probed if settled is not None and settings.use_maximum_batch_size else None
+            probed = settled.probed if settings.use_maximum_batch_size else None
             validation = Validation(host, self._held_out, run, self._validation_limit, probed, recovers=recovers)
         TrainingLoop(training, work, runner, validation).run()
 
     def note_random_state(self) -> None:
         """Keep the random state of every rank for the checkpoint that is saved next."""
-        if self.settled is not None:
-            self.settled.note_random_state()
+        assert self.settled is not None, "settle first"
+        self.settled.note_random_state()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint that is saved now holds; None with all fields unset, as in stock."""
+        """Return what a checkpoint that is saved now holds; None before training."""
         if self.settled is None or self._training is None:
             return None
         state = self.settled.state_dict(self._training.global_step)

@@ -21,18 +21,21 @@ from adaptive_batching._values import ConfigError, Fixed, Whole, require_positiv
 log = logging.getLogger(__name__)
 
 _OF_GROWTH = ["increase_every", "grow_during_warmup", "grow_beyond_memory"]
-_OF_ANY = ["lr_scaling", "keep_global_batch"]
+_OF_SIZE = ["lr_scaling", "keep_global_batch"]
 FIELDS = (*TOP_LEVEL, "adaptive_batching")
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
 
 
-def read_settings(cfg: DictConfig, *, warns: bool = True, is_distributed: bool | None = None) -> AdaptiveBatchingConfig:
+def read_settings(
+    cfg: DictConfig, *, warns: bool = True, is_distributed: bool | None = None, is_on: bool = False
+) -> AdaptiveBatchingConfig:
     """Read and validate what a config says about adaptive batching.
 
     Args:
         cfg: The config.
         warns: Log the settings that do nothing.
         is_distributed: True for a recipe that shards its model; None to ask this process, which may not be running it.
+        is_on: True for a recipe that is not stock's own whatever the config says.
     """
     if is_distributed is None:
         is_distributed = training.is_distributed()
@@ -53,18 +56,19 @@ def read_settings(cfg: DictConfig, *, warns: bool = True, is_distributed: bool |
         )
     if cfg.get("optimizer_in_bwd", False) and is_distributed:
         _check_against_optimizer_in_backward(cfg, settings)
-    if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
+    is_on = is_on or settings.enabled or cfg.get("run_val_every_n_steps") is not None
+    if is_on and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
         raise ConfigError(
             "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to "
             "grow; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
         )
-    if settings.enabled and cfg.get("enable_async_checkpointing", False):
+    if is_on and cfg.get("enable_async_checkpointing", False):
         raise ConfigError(
             "enable_async_checkpointing=True: asynchronous checkpoints cannot hold what adaptive batching resumes by; "
             "set enable_async_checkpointing=False, or leave its fields unset"
         )
     if warns:
-        _warn_of_what_does_nothing(settings)
+        _warn_of_what_does_nothing(settings, is_on=is_on)
     return settings
 
 
@@ -119,12 +123,15 @@ def _check_owner(key: str, cfg: DictConfig) -> None:
         )
 
 
-def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
+def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig, *, is_on: bool) -> None:
     if settings.grows:
         return
     default, keys, without = AdaptiveBatchingConfig(), _OF_GROWTH, "batch_increase_function"
-    if not settings.enabled:
-        keys, without = _OF_GROWTH + _OF_ANY, "any of the fields that change the batch"
+    if not is_on:
+        without = "any other field set"
+        keys = [key for key in SECTION if key != "recover_from_oom"]
+    elif not settings.resizes:
+        keys, without = _OF_GROWTH + _OF_SIZE, "a field that changes the batch"
     for key in keys:
         if getattr(settings, key) != getattr(default, key):
             log.warning("adaptive_batching.%s=%s does nothing without %s", key, getattr(settings, key), without)

@@ -48,7 +48,6 @@ class SplitPolicy:
     limit: TokenLimit = field(default_factory=TokenLimit)
     row_size: RowSize = field(default_factory=RowSize)
     balances_ranks: bool = False  # where batches are split by length
-    is_stock: bool = True  # batches are not split while all fits, so that ranks need not agree
 
     @property
     def most_samples(self) -> int | None:
@@ -102,8 +101,7 @@ class Splitter:
         in_parts = self._split_policy.most_samples is not None or self.limit.max_tokens is not None
         # Otherwise every rank has one part, or as many as sizes have been compiled.
         in_parts = in_parts or isinstance(self._split_policy.size, ByLength) or len(parts) > 1
-        in_parts = in_parts or (self._compiled_sizes is not None and not self._split_policy.is_stock)
-        self.may_differ = in_parts
+        self.may_differ = in_parts or self._compiled_sizes is not None
         return self.of_lists(parts)
 
     def split_together(self, window: list[list[Sample]]) -> list[MicroBatch]:

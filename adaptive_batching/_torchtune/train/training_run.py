@@ -14,23 +14,20 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._probe.does_not_fit import within_memory_limit
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
-from adaptive_batching._torchtune.train.growing import Growth, StockSchedule
+from adaptive_batching._torchtune.train.growing import Growth
 
 log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """A run while it trains, as a loop drives it: begun, trained epoch by epoch, step by step, and ended.
-
-    With adaptive batching off it does what stock's loops do, operation by operation, and so gives the same bits.
-    """
+    """A run while it trains, as a loop drives it: begun, trained epoch by epoch, step by step, and ended."""
 
     def __init__(
         self,
         host: Host,
         run: StockRun,
         hooks: TrainingHooks,
-        schedule: Growth | StockSchedule,
+        schedule: Growth,
         settings: AdaptiveBatchingConfig,
         watchers: Sequence[Watcher] = (),
     ) -> None:
@@ -58,7 +55,7 @@ class TrainingRun:
         """Decide on the size that an epoch starts with, train it inside, in limited memory, and save it."""
         schedule = self.schedule
         decision = schedule.start_epoch(number)
-        if isinstance(schedule, Growth) and decision is not None:
+        if decision is not None:
             expected = schedule.batch_schedule.expected()
             for watcher in self.watchers:
                 watcher.epoch(
@@ -140,5 +137,5 @@ class TrainingRun:
         with self.schedule.unscaled():
             save(number, is_last=is_last)
         self.note_time("checkpoint", epoch, start)
-        go_on = "; to resume from it, add resume_from_checkpoint=True" if self.schedule.adapts and not is_last else ""
+        go_on = "" if is_last else "; to resume from it, add resume_from_checkpoint=True"
         log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)

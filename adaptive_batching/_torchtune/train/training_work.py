@@ -10,7 +10,6 @@ from adaptive_batching._caching_allocator import num_allocation_retries
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Sums
-from adaptive_batching._torchtune.train.growing import Growth, StockSchedule
 from adaptive_batching._torchtune.train.recipe_work import RecipeWork, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, Splitter, size_of_gradients
 
@@ -25,14 +24,12 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         self,
         host: Host,
         splitter: Splitter,
-        schedule: Growth | StockSchedule,
         find_batch_dependent_module: Callable[[], str | None] = lambda: None,
         *,
         together: bool = False,
     ) -> None:
         super().__init__(host, find_batch_dependent_module)
         self.splitter, self.together = splitter, together
-        self._schedule = schedule
         self._last: list[Sample] = []  # batch that was split
 
     def begin(self) -> None:
@@ -74,8 +71,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
             yield
 
     def num_retries(self) -> int:
-        # A run that is as stock is left alone.
-        return num_allocation_retries(self._host.device) if self._schedule.adapts else 0
+        return num_allocation_retries(self._host.device)
 
     def put_back(self) -> None:
         super().put_back()

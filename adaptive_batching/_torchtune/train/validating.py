@@ -152,8 +152,6 @@ class Validation:
     ) -> None:
         if failure := host.ranks.connect():
             raise GroupError(failure)
-        # Exact whatever was split, and the same collectives on every rank.
-        held_out.objective.leave_stock()
         held_out.objective.equalize_collectives()
         self._host = host = replace(
             host, objective=held_out.objective, loader=held_out.loader, backward_optimizers=None
@@ -167,7 +165,7 @@ class Validation:
             sample = self._loader.dataset[0]
         most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.sizes.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
-        split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
+        split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:
             # A forward alone takes less memory than a training step, so that it needs no probe of its own.
             split_policy.size, split_policy.capacity = ByLength(), probed.tokens
