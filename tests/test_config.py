@@ -22,7 +22,8 @@ def read(fields: dict[str, Any], **values: Any) -> AdaptiveBatchingConfig:
 def test_defaults_are_off_and_null_means_the_default() -> None:
     config = AdaptiveBatchingConfig.from_mapping(None)
     assert config == AdaptiveBatchingConfig()
-    assert not config.enabled
+    assert not config.enabled and not read({"recover_from_oom": False}).enabled
+    assert read({"recover_from_oom": True}).enabled
     assert read({"headroom": None, "memory_limit": None, "max_batch_size": None, "sequence_length": None}) == config
 
 

@@ -16,7 +16,7 @@ from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
 from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Explore, Fixed, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
-from tests.support.overrides import WIDE
+from tests.support.overrides import RECOVER, WIDE
 
 IGNORED = -100
 CHUNKS = "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
@@ -88,7 +88,7 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
         compare()
 
     monkeypatch.setattr(TrainingLoop, "run", compare_with_whole_batches)
-    tune_run(kind, loss, "epochs=1")
+    tune_run(kind, loss, "epochs=1", *RECOVER)
     assert max(tried) >= 5 and sum(count > 1 for count in tried) > 6
 
 

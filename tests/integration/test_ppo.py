@@ -1,4 +1,4 @@
-"""PPO through ``tune run``: as stock where no field is set, and the same training however it is cut or broken off."""
+"""PPO through ``tune run``: stock's where no field is set, and the same training however it is cut or broken off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtune.modules import KVCache
 from adaptive_batching._torchtune.train import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
-from tests.support.overrides import DOUBLE
+from tests.support.overrides import DOUBLE, RECOVER
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import GENERATED, PPORun, ppo_run
 from tests.support.records import events, without_sizes
@@ -61,8 +61,6 @@ def undisturbed(inputs: Path, shared: Path) -> PPO:
 
 OFF = {
     "plain": [],
-    "accumulation": ["ppo_batch_size=4", "gradient_accumulation_steps=2", "forward_batch_size=4"],
-    "no-cache": ["enable_kv_cache=False", "enable_activation_checkpointing=True", "num_steps=12"],
     "two-epochs-in-backward": ["optimizer_in_bwd=True", "dataset.split=train[:14]", "optimizer.lr=1e-3"],
 }
 
@@ -75,6 +73,7 @@ def test_off_gives_the_bits_of_the_stock_recipe(case: str, run: PPO) -> None:
     assert ours.metrics == stock.metrics
     last = 1 if "two-epochs" in case else 0
     assert_same_weights(ours.weights(last), stock.weights(last))
+    assert not (ours.output_dir / "adaptive_batching").exists()
 
 
 def updates(run: PPORun, inputs: Path) -> dict[str, torch.Tensor]:
@@ -146,7 +145,7 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
             make(self, *arguments, **named)
 
         monkeypatch.setattr(KVCache, "__init__", make_or_fail)
-    recovered = run(*common, name="recovered")
+    recovered = run(*common, *RECOVER, name="recovered")
     recoveries = caplog.text.count("running the step's samples again")
     assert recoveries == FAULTS[fault].get("times", 1) - plan["times"] > 0
     metrics = recovered.metrics
@@ -169,7 +168,7 @@ def test_a_trajectory_that_does_not_fit_alone_ends_the_run_in_one_line(
     without_trying_out(monkeypatch)
     plan.update(without_gradients=phase == "rollout", times=10**6)
     with pytest.raises(SystemExit, match=r"error: out of memory with 1 sample.*number \d+ of the dataset"):
-        run(*FAULTY)
+        run(*FAULTY, *RECOVER)
 
 
 def test_the_batch_grows_with_its_optimizer_steps_until_the_trajectories_are_used_up(run: PPO) -> None:

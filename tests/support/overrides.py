@@ -4,6 +4,9 @@ SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam make
 WIDE = ["model.embed_dim=128", "model.intermediate_dim=256", "checkpointer.checkpoint_dir=${data_dir}/wide"]
 """A model whose layers fill the blocks of 4-bit weights, and whose activations show among what a process has in use"""
 
+RECOVER = ["adaptive_batching.recover_from_oom=True"]
+"""Our loop, with no field that changes what a step does"""
+
 TEACHER = [
     "teacher_model._component_=torchtune.models.llama2.llama2", "kd_ratio=0.5",
     *(f"teacher_model.{key}=${{model.{key}}}" for key in (

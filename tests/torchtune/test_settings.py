@@ -34,14 +34,33 @@ def test_what_is_said_to_keep_the_global_batch_is_accepted_and_makes_use_of_the_
 
 def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    settings = ["adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=sqrt"]
-    read_settings(config(*settings))
-    assert "increase_every=0.5 does nothing without any of the fields" in caplog.text
-    assert "lr_scaling=sqrt does nothing without any of the fields" in caplog.text
+    of_growth = ["adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=sqrt"]
+    read_settings(config(*of_growth, "adaptive_batching.memory_limit=2GiB", "adaptive_batching.recover_from_oom=False"))
+    said = [text.partition("adaptive_batching.")[2] for text in caplog.messages]
+    without = "does nothing without any other field set"
+    assert [text.partition("=")[0] for text in said if without in text] == [
+        "memory_limit",
+        "increase_every",
+        "lr_scaling",
+    ]
+    for on in ("micro_batch_size=2", "adaptive_batching.recover_from_oom=True"):
+        caplog.clear()
+        read_settings(config(*of_growth, "adaptive_batching.memory_limit=2GiB", on))
+        assert "increase_every=0.5 does nothing without a field that changes the batch" in caplog.text
+        assert "lr_scaling=sqrt does nothing without a field that changes the batch" in caplog.text
+        assert "memory_limit" not in caplog.text
     caplog.clear()
-    read_settings(config(*settings, "micro_batch_size=2"))
+    read_settings(config(*of_growth, "use_maximum_batch_size=True"))
     assert "increase_every=0.5 does nothing without batch_increase_function" in caplog.text
     assert "lr_scaling=sqrt does nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("on", ["adaptive_batching.recover_from_oom=True", "run_val_every_n_steps=1"])
+def test_recovery_and_validation_are_fields_with_which_checkpoints_are_ours(on: str) -> None:
+    asynchronous = "enable_async_checkpointing=True"
+    read_settings(config(asynchronous, "adaptive_batching.recover_from_oom=False"))
+    with pytest.raises(ConfigError, match="enable_async_checkpointing=True: .*or leave its fields unset"):
+        read_settings(config(asynchronous, on))
 
 
 def test_a_validation_that_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,7 +75,7 @@ def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cu
     monkeypatch.setattr(splitting, "compiles_each_size", lambda dataset: True)
     splitter = Splitter(
         host(ranks=SimpleNamespace(size=2), backward_optimizers=OptimizersInBackward() if in_backward else None),
-        SplitPolicy(is_stock=False),
+        SplitPolicy(),
     )
     sizes, differ = [], set()
     for number in range(1, 40):

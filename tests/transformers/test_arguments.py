@@ -22,7 +22,7 @@ WRITTEN = [
     "--use_maximum_batch_size",
     "--batch_increase_function", '{"_component_": "adaptive_batching.growth.step", "gamma": 4}',
     "--memory_limit", "2GiB", "--headroom", "3%", "--lr_scaling", "sqrt", "--no_round_to_power_of_two",
-    "--max_batch_size", "64",
+    "--max_batch_size", "64", "--recover_from_oom", "False",
 ]  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def test_a_command_line_is_read_as_python_would_write_it() -> None:
         use_maximum_batch_size=True,
         batch_increase_function={"_component_": "adaptive_batching.growth.step", "gamma": 4},
         memory_limit="2GiB", headroom="3%", lr_scaling="sqrt", round_to_power_of_two=False, max_batch_size=64,
+        recover_from_oom=False,
     )  # fmt: skip
     assert read.settings(8) == written.settings(8)
     for text, size in {"auto": ByLength(), "4": Fixed(4)}.items():

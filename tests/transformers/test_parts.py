@@ -93,6 +93,22 @@ def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accu
     assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_recovery_alone_is_a_setting_and_nothing_recovers_without_any(accumulated: int, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": accumulated}
+    stock = trained(tmp_path / "stock", **settings)
+    off = make_trainer(tmp_path / "off", AdaptiveArguments(), **settings)
+    assert off.adaptive is None
+    OutOfMemory(off.model, 100)
+    with pytest.raises(torch.OutOfMemoryError):
+        off.train()
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(recover_from_oom=True), **settings)
+    short = OutOfMemory(ours.model, 100)
+    ours.train()
+    assert short.failures and ours.adaptive.num_recoveries >= 1
+    assert_alike(ours, stock)
+
+
 def test_a_sample_that_does_not_fit_ends_the_run_in_words(tmp_path: Path) -> None:
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8))
     OutOfMemory(ours.model, 20)

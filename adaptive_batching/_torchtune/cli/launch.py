@@ -57,6 +57,11 @@ _IN_TRAINING = (
     "; checkpoints saved before are intact. Leave more memory: raise adaptive_batching.headroom, or set a smaller "
     "batch_size",
 )
+_IN_STOCK = (
+    "in training",
+    "; set adaptive_batching.recover_from_oom=True to have such a step run again in smaller parts, or a smaller "
+    "batch_size",
+)
 _LATER = 60  # seconds
 _RANK = int(os.environ.get("RANK", 0))
 _NOT_OF_THE_USER = [
@@ -142,7 +147,7 @@ def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
             _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
             recipe_class.prepare(cfg)
             recipe = _set_up(recipe_class, cfg, flags)
-        with mistakes_in_one_line(*_IN_TRAINING):
+        with mistakes_in_one_line(*(_IN_TRAINING if recipe.is_on else _IN_STOCK)):
             if ONLY_PROBES not in flags:
                 recipe.train()
             recipe.ranks.leave()

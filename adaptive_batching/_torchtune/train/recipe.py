@@ -49,7 +49,7 @@ def unless_off(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def run(self: AdaptiveBatching, *args: Any, **kwargs: Any) -> Any:
-        if self._is_on:
+        if self.is_on:
             return method(self, *args, **kwargs)
         if self.watchers:
             raise ConfigError(
@@ -127,10 +127,10 @@ class AdaptiveBatching:
         self._increase = resolve_increase(self._settings)
         self._validation = read_validation(cfg)
         check_validation(self._validation, self._increase, type(self))
-        self._is_on = self._settings.enabled or self._validation is not None or has_own_objective
-        if self._is_on and cfg.device == "cpu":
+        self.is_on = self._settings.enabled or self._validation is not None or has_own_objective
+        if self.is_on and cfg.device == "cpu":
             keep_little_on_the_host()
-        if not self._is_on and cfg.resume_from_checkpoint and not cfg.get("enable_async_checkpointing", False):
+        if not self.is_on and cfg.resume_from_checkpoint and not cfg.get("enable_async_checkpointing", False):
             checkpoints.refuse_step_checkpoints(cfg)  # asynchronous ones have folders of their own
         self._validation_loader: SampleLoader | None = None
         self.watchers: list[Watcher] = []
