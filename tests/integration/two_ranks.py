@@ -47,7 +47,7 @@ from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.support import power_cut
 from tests.support.device_steps import noted_steps
 from tests.support.environment import tame_malloc
-from tests.support.overrides import SGD, TEACHER, VALIDATE, WIDE
+from tests.support.overrides import RECOVER, SGD, TEACHER, VALIDATE, WIDE
 
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
@@ -190,14 +190,14 @@ def out_in_validation(on: int) -> list[Fault | None]:
 
 
 def runs_as_stock(run: Runner) -> None:
-    """Ours with all fields unset, and stock's, on two nodes of one device."""
+    """Ours with no field set, where ranks cannot recover, and validated; and stock's; on two nodes of one device."""
     clip = ["clip_grad_norm=1.0", ACCUMULATE]
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
     plan_of_layers = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
     tensor_parallel = ["tensor_parallel_dim=2", plan_of_layers, "clip_grad_norm=null"]  # stock cannot clip there
     for name, overrides in {"full": clip, "in_backward": in_backward, "tensor_parallel": tensor_parallel}.items():
         run("full", f"{name}_stock", *overrides, stock=True)
-        run("full", f"{name}_off", *overrides)
+        run("full", f"{name}_ours", *overrides, *(RECOVER if name != "full" else []))
     validate = [*clip, *VALIDATE, "run_val_every_n_steps=1"]
     run("full", "full_validated", *validate, "batch_size_val=3", "fsdp_reshard_after_forward=False")
     run("full", "full_validated_again", *validate, "batch_size_val=6", model("full"), faults=out_in_validation(1))
@@ -211,7 +211,7 @@ def forwards_that_cost(tokens: int) -> Any:
 
 def runs_that_are_cut(run: Runner) -> None:
     """By a number, by length, and by running out of memory."""
-    common = [*SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS))]
+    common = [*SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS)), *RECOVER]
     run("full", "whole", *common)
     run("full", "cut_2", *common, "micro_batch_size=2")
     with forwards_that_cost(16):  # so that these few steps are split
@@ -221,7 +221,7 @@ def runs_that_are_cut(run: Runner) -> None:
 
 def runs_that_recover(run: Runner) -> None:
     """Train with checkpointing, with parameters on the host, and in a way that cannot recover."""
-    common = [*SGD, model("full"), samples(24)]
+    common = [*SGD, model("full"), samples(24), *RECOVER]
     checkpointing = [*common, "enable_activation_checkpointing=True"]
     run("full", "whole", *common)
     run("full", "checkpointing", *checkpointing, faults=[None, ONE_FORWARD, ONE_BACKWARD])
@@ -261,11 +261,11 @@ def runs_of_other_recipes(run: Runner) -> None:
         common = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", samples(48)]
         common += ["loss.beta=2.0"] if "dpo" in kind else []
         run(kind, f"{kind}_stock", *common, stock=True)
-        run(kind, f"{kind}_off", *common)
+        run(kind, f"{kind}_ours", *common)
         common.append(model("full" if kind in ("full_dpo", "qat") else "lora"))
         frozen: Fault = {"where": "forward", "on": [1], "without_gradients": True, "fits": 5, "call": 2}
         faults = [ONE_FORWARD, ONE_BACKWARD, *([frozen] if kind.endswith("dpo") else [])]
-        run(kind, f"{kind}_recovered", *common, faults=faults)
+        run(kind, f"{kind}_recovered", *common, *RECOVER, faults=faults)
         with mock.patch.object(Probe, "find", all_fit):
             run(kind, f"{kind}_rows", *common, *BY_LENGTH, faults=[ONE_FORWARD, ONE_BACKWARD])
             if kind == "kd":  # whose gradient of stock shrinks with the tokens of a step
@@ -302,14 +302,14 @@ def runs_on_devices(run: Runner) -> None:
     for name, fields in {"stock": [], "off": [], "probed": ["use_maximum_batch_size=True"]}.items():
         common = [*ON_DEVICE, samples(160), "adaptive_batching.max_batch_size=4"]
         run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
-    few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS))]
+    few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS)), *RECOVER]
     run("full", "recovered", *few, faults=list(FAULTS.values()))
 
 
 def runs_of_many_steps(run: Runner) -> None:
     """A hundred steps of every recipe over NCCL."""
     for kind in (*KINDS, *OTHERS):
-        run_noted(run, kind, kind, *ON_DEVICE, samples(200), "batch_size=1")
+        run_noted(run, kind, kind, *ON_DEVICE, samples(200), "batch_size=1", *RECOVER)
 
 
 def run_noted(run: Runner, kind: str, name: str, *overrides: str, stock: bool = False) -> None:
@@ -337,7 +337,7 @@ def runs_within_memory(run: Runner) -> None:
     """Runs under a real limit on one rank."""
     limit_memory(300)
     run("full", "unequal_memory", *FEW, *PROBE, "max_steps_per_epoch=1", "adaptive_batching.memory_limit=4GiB")
-    one = [*SGD, *FEW, "max_steps_per_epoch=2", "batch_size=128", "adaptive_batching.memory_limit=8GiB"]
+    one = [*SGD, *FEW, "max_steps_per_epoch=2", "batch_size=128", "adaptive_batching.memory_limit=8GiB", *RECOVER]
     run("full", "real_limit", *one)
     resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
     run("full", "real_no_limit", *one)
@@ -348,14 +348,12 @@ def runs_of_short_samples(run: Runner) -> None:
     in_chunks = ["custom_sharded_layers=[tok_embeddings,output]"]
     clipped = [*in_chunks, "clip_grad_norm=1.0"]
     run("full", "stock", *clipped, stock=True)
-    run("full", "off", *clipped)
     with mock.patch.object(agree, "_start_gloo", side_effect=RuntimeError("no host of that name")):
-        run("full", "no_gloo", *clipped)
-        run("full", "no_gloo_but_asked_for", "use_maximum_batch_size=True")
+        run("full", "no_gloo_but_asked_for", *RECOVER)
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("a group was made")):
-        run("full", "no_group", *clipped, "adaptive_batching.recover_from_oom=False")
+        run("full", "ours", *clipped)
 
-    short = [*SGD, model("full"), ACCUMULATE, "batch_size=8"]
+    short = [*SGD, model("full"), ACCUMULATE, "batch_size=8", *RECOVER]
     short += ["dataset._component_=tests.integration.random_tokens.short_samples"]
     run("full", "whole", *short, "loss._component_=torch.nn.CrossEntropyLoss")
     with forwards_that_cost(4):  # so that these few tokens are split
@@ -441,7 +439,7 @@ def fatal_cases(which: str) -> list[FailingCollective]:
 
 def runs_of_failing_collectives(run: Runner, cases: list[FailingCollective], name: str = "recovered") -> None:
     """Memory runs out at a moment of a collective, in each step at another."""
-    steps = [*SGD, ACCUMULATE, "clip_grad_norm=1000", samples(16 * max(len(cases), 2))]
+    steps = [*SGD, ACCUMULATE, "clip_grad_norm=1000", samples(16 * max(len(cases), 2)), *RECOVER]
     if name == "recovered":
         run("full", "whole", *steps)
     run("full", name, *steps, faults=[{"collective": case[:3], "on": case[3]} for case in cases])
