@@ -51,7 +51,8 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
         cfg.update(
             data_dir=inputs, output_dir=f"{directory}/{name}", device=device, batch_size=BATCH_SIZE, epochs=1,
-            use_maximum_batch_size=False, batch_increase_function=None, adaptive_batching={"recover_from_oom": recover},
+            use_maximum_batch_size=False, batch_increase_function=None, micro_batch_size=BATCH_SIZE,
+            adaptive_batching={"recover_from_oom": recover},
         )  # fmt: skip
         cfg = OmegaConf.merge(cfg, fields)
         cfg.dataset.split = f"train[:{samples}]"

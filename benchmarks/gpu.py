@@ -70,7 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
     OURS: {"batch_size": 64, "micro_batch_size": "auto"},
     "stock, packed, 16 packs": {"batch_size": 16, "packed": True},
     "stock, 8 x 8 accumulated": {"batch_size": 8, "gradient_accumulation_steps": 8},
-    "ours, everything off, batch_size=64": {"batch_size": 64},
+    "ours, recovery alone, batch_size=64": {"batch_size": 64, "adaptive_batching": {"recover_from_oom": True}},
     "stock, packed, 16 packs, compile": {"batch_size": 16, "packed": True, "compile": True},
     "ours, micro_batch_size=auto, compile": {"batch_size": 64, "micro_batch_size": "auto", "compile": True},
 }
@@ -125,9 +125,9 @@ def config_of(inputs: str, output_dir: str, device: str, samples: int, **fields:
     packed = fields.pop("packed", False)
     cfg.update(
         data_dir=inputs, output_dir=output_dir, device=device, epochs=1, dtype="bf16" if device == "cuda" else "fp32",
-        use_maximum_batch_size=False, batch_increase_function=None, adaptive_batching={}, clip_grad_norm=None,
+        use_maximum_batch_size=False, batch_increase_function=None, clip_grad_norm=None,
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.1 if device == "cpu" else 0.01},  # with 0.1 it diverges
-        model={**cfg.model, **asdict(ARCHITECTURES[device])}, **fields,
+        model={**cfg.model, **asdict(ARCHITECTURES[device])}, **{"adaptive_batching": {}, **fields},
     )  # fmt: skip
     cfg.tokenizer.max_seq_len = 512
     cfg.dataset.packed, cfg.dataset.split = packed, f"train[:{samples}]"
@@ -211,6 +211,7 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
     for _ in range(2):
         with tempfile.TemporaryDirectory() as output_dir:
             cfg = config_of(inputs, output_dir, device, samples, batch_size=64)
+            cfg.adaptive_batching = {"recover_from_oom": True}
             recipe = Ours(cfg)
             recipe.setup(cfg)
             release_cached_memory(meter.device)

@@ -181,7 +181,7 @@ def recipe_for(changes: Mapping[str, Any], setting: Setting) -> Measured:
     """A recipe that has been set up; its probe is looked up where one has been."""
     cfg: Any = OmegaConf.load(ROOT / f"recipes/configs/quickstart/{setting.kind}_single_device.yaml")
     section = {
-        "max_batch_size": MAXIMUM, "lr_scaling": "auto", "increase_every": 0.25,
+        "max_batch_size": MAXIMUM, "lr_scaling": "auto", "increase_every": 0.25, "recover_from_oom": True,
         "report_dir": str(setting.directory / f"report_{setting.kind}_{os.getpid()}"),
         **changes.get("adaptive_batching", {}),
     }  # fmt: skip

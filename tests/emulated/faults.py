@@ -22,13 +22,14 @@ from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.training_run import TrainingRun
+from tests.support.overrides import RECOVER
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
 PATIENCE = 120  # seconds of a step; then the process ends, and says where it was (pytest shows that with -s)
 ON_CUDA = (  # settings of a small run on the device, whose samples are alike, so that steps can be compared
     "device=cuda", "dtype=bf16", "epochs=1", "dataset._component_=tests.emulated.samples.Samples",
     "metric_logger._component_=torchtune.training.metric_logging.StdoutLogger", "~metric_logger.log_dir",
-    "log_every_n_steps=1000000",
+    "log_every_n_steps=1000000", *RECOVER,
 )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def test_optimizers_in_the_backward_pass_end_in_a_line_once_they_have_updated_a_
 def test_so_it_is_in_ppo(inputs: Path, tmp_path: Path) -> None:
     few = ["num_steps=4096", "dataset.split=train", "stop_token_ids=[2,3]"]
     with EachAllocationFails(sample_of(80), repeats=False).in_training() as each:
-        ppo_run(inputs, tmp_path / "out", "device=cuda", "dtype=bf16", *few)
+        ppo_run(inputs, tmp_path / "out", "device=cuda", "dtype=bf16", *few, *RECOVER)
     for fault in each.faults:
         in_line = fault.line.startswith((IN_UPDATE, OUTSIDE)) and "\n" not in fault.line
         assert in_line if fault.line else fault.recoveries == 1, fault
@@ -131,6 +131,7 @@ def test_so_it_is_in_a_model_of_a_billion_parameters(inputs: Path, tmp_path: Pat
     cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
     cfg.update(optimizer_in_bwd=False, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-5, "fused": True})
     cfg.update(gradient_accumulation_steps=1, log_every_n_steps=10**6, clip_grad_norm=1.0, max_steps_per_epoch=None)
+    cfg.adaptive_batching = {"recover_from_oom": True}
     OmegaConf.save(cfg, tmp_path / "config.yaml")
     with EachAllocationFails(sample_of(200)).in_training() as each:
         _main("run", "recipes/full_finetune_single_device.py", "--config", str(tmp_path / "config.yaml"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import RECIPES, Run, TuneRun, assert_same_weights
 from tests.support.device_steps import StepEnd, assert_asks_no_more, in_use, level, noted_steps
-from tests.support.overrides import VALIDATE
+from tests.support.overrides import RECOVER, VALIDATE
 from tests.support.power_cut import FUNCTION, copying
 from tests.support.ppo import ppo_run
 from tests.support.records import events
@@ -87,11 +87,11 @@ def test_memory_stays_level_and_steps_ask_no_more_of_the_device_than_stocks(kind
         assert level(ends) == (0, 0)
         return ends
 
-    off, probed = ends_of("off"), ends_of("probed", *PROBED)
+    whole, probed = ends_of("whole", *RECOVER), ends_of("probed", *PROBED)
     if kind == "ppo":
         return
     stocks = ends_of("stock", stock=True)
-    for ours in (off, probed, ends_of("in one part", "micro_batch_size=4")):
+    for ours in (whole, probed, ends_of("in one part", "micro_batch_size=4")):
         assert_asks_no_more(ours, stocks)
     split = ends_of("split", *SPLIT)
     waits = [ends[-1].asked.synchronizations - ends[7].asked.synchronizations for ends in (split, stocks)]

@@ -44,7 +44,7 @@ def ends_of(run: Run) -> list[StepEnd]:
 
 
 @of_launch("devices")
-@pytest.mark.parametrize("fields", ["off", "probed"])
+@pytest.mark.parametrize("fields", ["recovers", "probed"])
 def test_a_step_with_fake_quantizers_asks_no_more_of_the_device_than_stocks(fields: str, finished: Finished) -> None:
     stocks, ours = (ends_of(finished(f"qat_{name}")) for name in ("stock", fields))
     assert len(stocks) == len(ours) == 20

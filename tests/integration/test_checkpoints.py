@@ -18,6 +18,7 @@ from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
+from tests.support.overrides import RECOVER
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events, without_sizes
 
@@ -191,7 +192,7 @@ def full_disk_from(call: int, function: Any) -> Any:
 WEIGHTS_OF = "checkpointer.checkpoint_files=[{}/model-00001-of-00001.safetensors]"
 STEPS = ["micro_batch_size=4", "save_every_n_steps=4", "epochs=1"]
 FULL = {  # fields, the checkpoint that the disk has no room for, the one before, the last one of the run
-    "off": (["epochs=3"], "epoch_1", "epoch_0", "epoch_2"),
+    "epochs": ([*RECOVER, "epochs=3"], "epoch_1", "epoch_0", "epoch_2"),
     "steps": (STEPS, "step_8", "step_4", "step_12"),
 }
 
@@ -258,7 +259,7 @@ def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) ->
     full = full_disk_from(1, _checkpointer.save_file)
     said = pytest.raises(SystemExit, match=r"the checkpoint of epoch 0 cannot be written: .* There is no checkpoint")
     with mock.patch.object(_checkpointer, "save_file", full), said:
-        tune_run("full", "max_steps_per_epoch=1")
+        tune_run("full", *RECOVER, "max_steps_per_epoch=1")
 
 
 def test_a_full_disk_under_reports_and_metrics_ends_nothing(

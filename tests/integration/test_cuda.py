@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.test_cuda_memory import CUDA, LIMIT
-from tests.support.overrides import SGD
+from tests.support.overrides import RECOVER, SGD
 from tests.support.records import without_sizes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,12 +38,10 @@ def test_the_probe_leaves_no_trace_on_the_device(kind: str, attention: str, tune
     if attention == "default" and again.metrics != stock.metrics:
         pytest.skip("torch's default attention is not deterministic here: stock does not equal itself")
     assert again.metrics == stock.metrics
-    off = tune_run(kind, *few, name="off")
-    assert off.metrics == stock.metrics
-    assert_same_weights(off.weights(epoch=0), stock.weights(epoch=0))
-    probed = tune_run(kind, *few, *LIMIT, "adaptive_batching.max_batch_size=4", name="probed")
-    assert without_sizes(probed.metrics) == stock.metrics
-    assert_same_weights(probed.weights(epoch=0), stock.weights(epoch=0))
+    for name, fields in {"recovers": RECOVER, "probed": [*LIMIT, "adaptive_batching.max_batch_size=4"]}.items():
+        ours = tune_run(kind, *few, *fields, name=name)
+        assert without_sizes(ours.metrics) == stock.metrics
+        assert_same_weights(ours.weights(epoch=0), stock.weights(epoch=0))
 
 
 def test_cutting_by_length_on_the_device_trains_as_the_whole_batch(tune_run: TuneRun) -> None:

@@ -20,7 +20,7 @@ from adaptive_batching._ranks.fsdp import why_not_drained
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience
 from tests.conftest import TuneRun, assert_close
 from tests.integration.one_rank import differences_on
-from tests.support.overrides import SGD, VALIDATE
+from tests.support.overrides import RECOVER, SGD, VALIDATE
 from tests.support.ppo import ppo_run
 from tests.support.ranks import run_ranks
 from tests.support.records import events
@@ -54,7 +54,7 @@ def test_a_step_that_runs_out_of_memory_on_the_device_loses_and_repeats_nothing(
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
     try:
-        limited = tune_run(kind, *CUDA, *SGD, *fields, name="limited")
+        limited = tune_run(kind, *CUDA, *SGD, *fields, *RECOVER, name="limited")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert 1 <= limited.metrics[-1]["oom_retries"] <= most
@@ -139,12 +139,12 @@ def test_no_micro_batch_of_ppo_waits_for_the_device(
         return waits(lambda: ppo_run(inputs, directory, *arguments, stock=stock))
 
     theirs = in_rollouts(3, stock=True) - in_rollouts(1, stock=True)
-    ours = in_rollouts(3) - in_rollouts(1)
+    ours = in_rollouts(3, *RECOVER) - in_rollouts(1, *RECOVER)
     split = in_rollouts(3, "micro_batch_size=1") - in_rollouts(1, "micro_batch_size=1")
     print("PPO", theirs, ours, split)
     orders = 2 * 2  # of two rollouts, in two epochs each, which the host reads
-    assert ours <= theirs + orders
-    assert split <= ours + 2, "and the loss of each rollout"
+    assert ours <= theirs + orders + 2, "and the loss of each rollout"
+    assert split <= ours
 
 
 @on_cuda

@@ -29,6 +29,7 @@ from tests import conftest
 from tests.conftest import RECIPES, ROOT, TuneRun
 from tests.support.command_line import in_this_process
 from tests.support.html import read_page
+from tests.support.overrides import RECOVER
 
 CONFIGS = ROOT / "recipes" / "configs" / "quickstart"
 OURS = "adaptive_batching"
@@ -379,7 +380,7 @@ def test_a_mistake_that_set_up_meets_ends_in_one_line(
     overrides: str, words: list[str], tune_run: TuneRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        tune_run("full", *overrides.split())
+        tune_run("full", *RECOVER, *overrides.split())  # else stock's own set-up meets it
     check(str(end.value), words)
     assert "Traceback" not in capfd.readouterr().err
     assert not list((tmp_path / "out").glob("epoch_*"))

@@ -80,9 +80,7 @@ def test_an_out_of_memory_error_passes_through_and_the_command_names_the_field(
     disarm()
     plan.update(where="backward", call=2, times=1)
     faulty = ["model._component_=tests.integration.faults.full_model", "epochs=1"]
-    with pytest.raises(
-        SystemExit, match=r"error: out of memory in training .*set adaptive_batching.recover_from_oom=T"
-    ):
+    with pytest.raises(SystemExit, match=r"error: out of memory in training .*set adaptive_batching.recover_from_oom"):
         tune_run("full", *faulty)
     assert is_out_of_memory(errors[0])
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.conftest import QUICKSTART, ROOT, Run, small_run
 from tests.support.environment import TAME_MALLOC
-from tests.support.overrides import WIDE
+from tests.support.overrides import RECOVER, WIDE
 
 pytestmark = pytest.mark.serial
 
@@ -24,11 +24,11 @@ PROBE = [
 ]  # fmt: skip
 TRAIN = [
     "dataset.split=train", "tokenizer.max_seq_len=500", "batch_size=16", "epochs=1", "lr_scheduler.num_warmup_steps=1",
-    "optimizer._component_=torch.optim.SGD",
+    "optimizer._component_=torch.optim.SGD", *RECOVER,
 ]  # fmt: skip
 PACKED = [
     "dataset.packed=True", "dataset.split=train[:400]", "tokenizer.max_seq_len=256", "batch_size=8", "epochs=1",
-    "max_steps_per_epoch=2", "lr_scheduler.num_warmup_steps=1", "optimizer._component_=torch.optim.SGD",
+    "max_steps_per_epoch=2", "lr_scheduler.num_warmup_steps=1", "optimizer._component_=torch.optim.SGD", *RECOVER,
 ]  # fmt: skip
 RUNS = {
     "full": [*PROBE, "tokenizer.max_seq_len=128"],

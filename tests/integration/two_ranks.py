@@ -299,7 +299,7 @@ def runs_on_devices(run: Runner) -> None:
     for kind in (*KINDS, *OTHERS):
         validate = [] if kind.endswith("dpo") else [*VALIDATE, "run_val_every_n_steps=4"]
         run_in_two(run, kind, *ON_DEVICE, *validate, "use_maximum_batch_size=True")
-    for name, fields in {"stock": [], "off": [], "probed": ["use_maximum_batch_size=True"]}.items():
+    for name, fields in {"stock": [], "recovers": RECOVER, "probed": ["use_maximum_batch_size=True"]}.items():
         common = [*ON_DEVICE, samples(160), "adaptive_batching.max_batch_size=4"]
         run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
     few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS)), *RECOVER]

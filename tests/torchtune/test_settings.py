@@ -59,7 +59,7 @@ def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) ->
 def test_recovery_and_validation_are_fields_with_which_checkpoints_are_ours(on: str) -> None:
     asynchronous = "enable_async_checkpointing=True"
     read_settings(config(asynchronous, "adaptive_batching.recover_from_oom=False"))
-    with pytest.raises(ConfigError, match="enable_async_checkpointing=True: .*or leave its fields unset"):
+    with pytest.raises(ConfigError, match=r"enable_async_checkpointing=True: .*or leave its fields unset"):
         read_settings(config(asynchronous, on))
 
 
