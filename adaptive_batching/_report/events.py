@@ -66,7 +66,7 @@ class Watcher:
         """Take note of another batch size for the rest of an epoch."""
 
     def cost(self, cost: StepCost) -> None:
-        """Take note of what the step took that :meth:`step` tells of next; not called with all fields unset."""
+        """Take note of what the step took that :meth:`step` tells of next."""
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         """Take note of an optimizer step on ``samples`` samples, and of how many have had to run again so far."""

@@ -69,9 +69,9 @@ def table_of_decisions(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def columns(batch_size: int | None, cost: StepCost | None, recoveries: int) -> str:
+def columns(batch_size: int, cost: StepCost | None, recoveries: int) -> str:
     """Return what a progress bar says of a step, as far as it is known."""
-    told = [] if batch_size is None else [f"batch {batch_size}"]
+    told = [f"batch {batch_size}"]
     if cost is not None and cost.tokens and cost.padded_tokens is not None:
         told.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
     if recoveries:

@@ -26,7 +26,7 @@ from adaptive_batching._torchtune.train.loop import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
 from tests.emulated.test_probe import CONFIGS
-from tests.support.overrides import DOUBLE
+from tests.support.overrides import DOUBLE, RECOVER
 from tests.support.ppo import ppo_run
 
 IN_UPDATE = "error: out of memory in the optimizer's step, which may have updated only some parameters"

@@ -31,6 +31,7 @@ _VALUES = {
     "increase_every": "a part of one, such as `0.25`",
     "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS[1:]) + " (`linear` for SGD, else `sqrt`)",
     "max_lr_scale": _NUMBER,
+    "recover_from_oom": "`True`, `False`",
     "audit_every": _NUMBER,
     "report_dir": "a path",
 }

@@ -95,7 +95,7 @@ def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accu
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_recovery_alone_is_a_setting_and_nothing_recovers_without_any(accumulated: int, tmp_path: Path) -> None:
-    settings = {"gradient_accumulation_steps": accumulated}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulated}
     stock = trained(tmp_path / "stock", **settings)
     off = make_trainer(tmp_path / "off", AdaptiveArguments(), **settings)
     assert off.adaptive is None

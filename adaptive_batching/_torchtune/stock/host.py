@@ -255,9 +255,8 @@ def checkpointer_of(recipe: Any) -> Any:
 
 
 def saves_on_every_rank(recipe: Any) -> bool:
-    """True for distributed checkpoints, asynchronous ones among them, whose folders all ranks write to."""
-    is_distributed = isinstance(checkpointer_of(recipe), DistributedCheckpointer)
-    return is_distributed or bool(getattr(recipe, "_enable_async_checkpointing", False))
+    """True for distributed checkpoints, whose folders all ranks write to."""
+    return isinstance(checkpointer_of(recipe), DistributedCheckpointer)
 
 
 def initial_learning_rate(recipe: Any) -> float:
