@@ -88,7 +88,7 @@ def explore_micro_batch_size(
         candidates.append(str(ByLength()))
     log.info("exploring micro_batch_size %s at batch size %d; base is %s", candidates, batch_size, candidates[0])
     with unchanged_random_state(host.device):
-        result = fastest(candidates, _timer_of_steps(host, run, split_policy, candidates, batch_size, batches))
+        result = fastest(candidates, _timer_of_steps(host, split_policy, candidates, batch_size, batches))
     if result is None:
         raise DoesNotFitError(
             f"all of micro_batch_size {candidates} ran out of memory, although {most} samples per forward fit in the "
@@ -115,7 +115,7 @@ def _split_size(candidate: Candidate) -> SplitSize:
 
 
 def _timer_of_steps(
-    host: Host, run: StockRun, split_policy: SplitPolicy, candidates: Sequence[Candidate], batch_size: int, batches: int
+    host: Host, split_policy: SplitPolicy, candidates: Sequence[Candidate], batch_size: int, batches: int
 ) -> Callable[[Candidate, int], float | None]:
     """Return what measures a candidate in a round, for steps of so many ``batches`` of ``batch_size``.
 
