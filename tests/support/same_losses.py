@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from tests.conftest import QUICKSTART, ROOT, Run, all_that_fits, small_run, without_pages
 from tests.integration import faults
 from tests.support import power_cut
-from tests.support.overrides import DOUBLE, RECOVER, TEACHER, VALIDATE
+from tests.support.overrides import DOUBLE, TEACHER, VALIDATE
 from tests.support.ppo import config_of, save_reward_model
 
 Found = dict[str, Any]
@@ -39,6 +39,7 @@ Found = dict[str, Any]
 
 _PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16"]
 _VALIDATE = [*VALIDATE, "run_val_every_n_steps=3"]
+_RECOVER = ["adaptive_batching.recover_from_oom=True"]  # here, as the other tree has this file alone
 _EPOCH_1 = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
 
 
@@ -180,7 +181,7 @@ KINDS: dict[str, Callable[[Path, Path], Found]] = {
     "split packed": _full(overrides=["dataset.packed=True", "micro_batch_size=1"]),
     "probed full": _full(overrides=[*_PROBE, *DOUBLE]),
     "probed lora, micro-batches by length": _lora(overrides=[*_PROBE, "micro_batch_size=auto"]),
-    "recovered": _full(overrides=RECOVER, fails_at=5),
+    "recovered": _full(overrides=_RECOVER, fails_at=5),
     "recovered lora": _lora(overrides=DOUBLE, fails_at=17),
     "recovered dpo": _dpo(overrides=["micro_batch_size=4"], fails_at=9),
     "validated": _full(overrides=[*_VALIDATE, "micro_batch_size=2"]),
@@ -189,8 +190,8 @@ KINDS: dict[str, Callable[[Path, Path], Found]] = {
     "resumed lora": _lora(overrides=[*power_cut.FUNCTION, "epochs=3", "model.lora_dropout=0.1"], resumes=[]),
     "off ppo": _ppo(),
     "ppo growing": _ppo(overrides=DOUBLE),
-    "ppo, a rollout recovered": _ppo(overrides=RECOVER, fails_at=9, validates=True),
-    "ppo, a step recovered": _ppo(overrides=RECOVER, fails_at=9),
+    "ppo, a rollout recovered": _ppo(overrides=_RECOVER, fails_at=9, validates=True),
+    "ppo, a step recovered": _ppo(overrides=_RECOVER, fails_at=9),
     "ranks full growing": _full_on_ranks(overrides=DOUBLE),
     "ranks lora split": _lora_on_ranks(overrides=["micro_batch_size=2", *_PROBE]),
     "ranks full recovered": _full_on_ranks(overrides=["micro_batch_size=4"], fails_at=7),
