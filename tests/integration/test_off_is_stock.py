@@ -14,6 +14,8 @@ from adaptive_batching._torchtune.stock.loading import stock_recipe
 from adaptive_batching.torchtune import NextToken, Watcher, recipe
 from tests.conftest import QUICKSTART, RECIPES, TuneRun, assert_same_weights, small_run
 from tests.integration.faults import disarm, plan
+from tests.support.overrides import RECOVER, WIDE
+from tests.support.records import without_sizes
 
 DROPOUT = "model.lora_dropout=0.1"
 # 12 batches: 2 windows of 5, and 2 batches that stock carries into the next epoch
@@ -24,6 +26,38 @@ CASES = {
     "kd": [ACCUMULATION, DROPOUT],
     "lora_dpo": [ACCUMULATION, DROPOUT],
 }
+
+
+PART = {
+    "_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "${data_dir}/train.json",
+    "column_map": {"input": "instruction", "output": "output"},
+}  # fmt: skip
+TWO_DATA_SETS = [{**PART, "split": "train[:20]"}, {**PART, "split": "train[20:45]"}]
+CHECKPOINTING, PACKED = "enable_activation_checkpointing=True", ["dataset.packed=True", "batch_size=2"]
+RECOVERING: dict[str, tuple[Any, ...]] = {
+    "full, compiled, profiled": (
+        "full", "compile=True", "profiler.enabled=True", "profiler.cpu=True", "profiler.cuda=False",
+        "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1",
+        "profiler.warmup_steps=1", "profiler.active_steps=2", "profiler.num_cycles=1",
+    ),
+    "full, without a scheduler, two data sets": ("full", {"lr_scheduler": None, "dataset": TWO_DATA_SETS}),
+    "qlora, packed": ("lora", "model.quantize_base=True", *WIDE, *PACKED),
+    "dora, checkpointing": ("lora", "model.use_dora=True", CHECKPOINTING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECOVERING)
+def test_with_recovery_alone_losses_and_weights_are_stocks(
+    case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an epoch has whole windows alone; that of a distillation has another gradient."""
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # needs no compiler; torchtune reads it
+    common = [each for each in RECOVERING[case] if isinstance(each, str)]
+    replaced = next((each for each in RECOVERING[case] if isinstance(each, dict)), {})
+    stock = tune_run(*common, "epochs=1", name="stock", stock=True, replaced=replaced)
+    ours = tune_run(*common, "epochs=1", *RECOVER, name="ours", replaced=replaced)
+    assert len(stock.metrics) >= 4 and without_sizes(ours.metrics) == stock.metrics
+    assert_same_weights(ours.weights(epoch=0), stock.weights(epoch=0))
 
 
 @pytest.fixture
