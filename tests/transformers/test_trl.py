@@ -173,7 +173,7 @@ def test_what_is_counted_in_a_step_that_runs_again_counts_once(kind: str, tokeni
 
 def test_the_probe_and_checks_count_nothing(tokenizer: Any, tmp_path: Path) -> None:
     trainer = make("SFT", tmp_path, tokenizer, AdaptiveArguments(micro_batch_size="auto"))
-    trainer.adaptive.find()
+    trainers.prepared(trainer)
     assert trainer._total_train_tokens == 0 and not any(map(len, trainer._metrics.values()))
 
 
