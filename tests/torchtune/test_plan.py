@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from adaptive_batching.__main__ import main
 from adaptive_batching._torchtune.cli import plan as plan_command
 from adaptive_batching._torchtune.cli.levers import Planned, levers
-from adaptive_batching._torchtune.cli.plan import NotPlannedError
+from adaptive_batching._torchtune.cli.one_plan import NotPlannedError
 from tests.conftest import QUICKSTART
 
 CONFIG = str(QUICKSTART / "full_single_device.yaml")
