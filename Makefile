@@ -55,6 +55,7 @@ test-all: ruff-check ruff-format  ## Lint, types, and all tests
 
 # Other versions of what Trainer needs, each in an environment over that of the tests, which has all else.
 PINS_oldest := transformers==4.57.6 trl==0.24.0 accelerate==1.11.0
+PINS_torch := torch==2.6.0
 PINS_axolotl := transformers==5.16.1 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4 huggingface_hub==1.17.0
 PINS_llamafactory := transformers==5.6.0 trl==0.24.0 accelerate==1.11.0 peft==0.18.1 datasets==4.0.0
 PINS_swift := transformers==5.16.1 trl==0.29.1 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4
@@ -78,8 +79,9 @@ ITSELF_llamafactory := llamafactory==0.9.5
 ITSELF_swift := ms-swift==4.6.0 attrdict cpm-kernels oss2 transformers-stream-generator
 
 .SECONDARY:
-test-stacks: $(call stacks,stack,oldest axolotl)  ## Tests of Trainer with older versions: a minute
+test-stacks: $(call stacks,stack,oldest axolotl torch)  ## Tests of Trainer with older versions, and with the oldest torch
 	$(call run_stacks,$(STACK_TESTS))
+	PYTHONPATH=. $(VENV)-torch/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/loop/test_step.py tests/test_state.py
 
 test-stacks-all: $(call stacks,framework,axolotl llamafactory swift)  ## axolotl, LLaMA-Factory and ms-swift themselves
 	$(call run_stacks,-m '' tests/transformers/test_frameworks.py)

@@ -25,6 +25,7 @@ from pathlib import Path
 from adaptive_batching._values import ConfigError
 
 SOURCE = Path(__file__).parent / "source"
+OLDEST_TORCH = (2, 11)
 # Whose calls the device answers, in site-packages
 CALLERS = ("torch/lib/*.so", "bitsandbytes/libbitsandbytes_cuda*.so")
 # Libraries whose functions the device has in their place, whoever calls them: the real ones would fail on its handles
@@ -174,10 +175,15 @@ def _torch() -> tuple[Path, str]:
     if spec is None or not spec.submodule_search_locations:
         raise BuildError("the emulated device needs a CUDA build of torch, and no torch is installed")
     package = Path(spec.submodule_search_locations[0])
-    version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", (package / "version.py").read_text(), re.MULTILINE)
+    text = (package / "version.py").read_text()
+    version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", text, re.MULTILINE)
     if version is None:
         needed = f"the emulated device needs a CUDA build of torch, and {package} is a CPU build"
         raise BuildError(f"{needed}; install one in another environment")
+    release = re.search(r"^__version__ = '(\d+)\.(\d+)", text, re.MULTILINE)
+    if release is not None and (int(release[1]), int(release[2])) < OLDEST_TORCH:
+        oldest, installed = (".".join(map(str, numbers)) for numbers in (OLDEST_TORCH, release.groups()))
+        raise BuildError(f"the emulated device needs torch {oldest} or later, and {package} is {installed}; update it")
     return package.parent, version[1]
 
 
