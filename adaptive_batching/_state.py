@@ -70,6 +70,7 @@ class State:
                     "be put back by; give the class these two methods"
                 )
         self._large: dict[int, tuple[torch.Tensor, bool]] = {}  # of the last step, by number: if that has changed it
+        self._constant: dict[int, tuple[torch.Tensor, int]] | None = None  # small ones, each with its version
         self._saved: Saved | None = None
         self.has_reported = False
         """True once it was looked at what else changes."""
@@ -97,14 +98,16 @@ class State:
     def save(self) -> None:
         """Save what a step may change besides gradients and random numbers of the process.
 
-        Large tensors are copied if the last step has changed them. Parameters that are not trained count if they are
+        Large tensors are copied if the last step has changed them, and small ones unless the first step has left them as
+        they were, and nothing has written to them since. The first copies are on the host: there are many. Parameters that are not trained count if they are
         little of all, such as codebooks: otherwise they are weights of LoRA or of a reference.
         """
         self._saved = Saved(self)
         for kept in self._saved.kept:
             tensor, has_changed = self._large.get(id(kept.tensor), (None, True))
-            if has_changed:
-                kept.copy(on_host=kept.is_large and tensor is None)
+            constant, version = (self._constant or {}).get(id(kept.tensor), (None, -1))
+            if has_changed and not (constant is kept.tensor and version == version_of(constant)):
+                kept.copy(on_host=self._constant is None or (kept.is_large and tensor is None))
 
     def put_back(self) -> None:
         if self._saved is not None:
@@ -115,6 +118,9 @@ class State:
         if self._saved is not None:
             large = [kept for kept in self._saved.kept if kept.is_large]
             self._large = {id(kept.tensor): (kept.tensor, kept.has_changed) for kept in large}
+            if self._constant is None:
+                small = [kept.tensor for kept in self._saved.kept if not kept.is_large and not kept.has_changed]
+                self._constant = {id(tensor): (tensor, version_of(tensor)) for tensor in small}
             if put_back:
                 self._saved.put_back()
         self._saved = None

@@ -114,7 +114,8 @@ def adopt(
             raise
         log.warning("%s trains without adaptive batching: %s", type(trainer).__name__, first_line(error))
         return trainer
-    trainer._own_train = vars(trainer).pop("train", None)
+    if "train" in vars(trainer):
+        trainer._own_train = vars(trainer).pop("train")
     trainer.__class__ = adaptive(type(trainer))
     trainer.adaptive = run
     if only_if_possible:

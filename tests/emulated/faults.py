@@ -254,4 +254,4 @@ def line_of(error: Exception) -> str:
         with mistakes_in_one_line("outside a forward or backward, where nothing can run again"):
             raise error
     except SystemExit as end:
-        return str(end.code)
+        return str(end)

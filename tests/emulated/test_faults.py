@@ -143,7 +143,7 @@ def test_so_it_is_in_a_model_of_a_billion_parameters(inputs: Path, tmp_path: Pat
 def test_a_run_whose_update_runs_out_of_memory_ends_in_one_line(tune_run: TuneRun, after: int) -> None:
     with watched(before_update={3: lambda: control.fail_allocations(after)}), pytest.raises(SystemExit) as end:
         tune_run("full", *ON_CUDA)
-    assert str(end.value.code).startswith(IN_UPDATE) and "\n" not in str(end.value.code)
+    assert str(end.value).startswith(IN_UPDATE) and "\n" not in str(end.value)
 
 
 class Watched:
