@@ -98,9 +98,10 @@ class State:
     def save(self) -> None:
         """Save what a step may change besides gradients and random numbers of the process.
 
-        Large tensors are copied if the last step has changed them, and small ones unless the first step has left them as
-        they were, and nothing has written to them since. The first copies are on the host: there are many. Parameters that are not trained count if they are
-        little of all, such as codebooks: otherwise they are weights of LoRA or of a reference.
+        Large tensors are copied if the last step has changed them, and small ones unless the first step has left them
+        as they were, and nothing has written to them since. The first copies, which are many, are on the host.
+        Parameters that are not trained count if they are little of all, such as codebooks: otherwise they are weights
+        of LoRA or of a reference.
         """
         self._saved = Saved(self)
         for kept in self._saved.kept:

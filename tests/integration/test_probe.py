@@ -146,7 +146,7 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
 
 @pytest.mark.parametrize("probes", [True, False])
 def test_a_limit_below_what_is_in_use_is_refused_as_such(probes: bool, tune_run: TuneRun) -> None:
-    growth = [] if probes else ["batch_increase_function._component_=null"]
+    growth = [] if probes else ["batch_increase_function._component_=null", "adaptive_batching.recover_from_oom=True"]
     with pytest.raises(SystemExit) as end:
         tune_run("full", f"use_maximum_batch_size={probes}", *growth, "adaptive_batching.memory_limit=20MiB")
     message = str(end.value)
