@@ -1,6 +1,6 @@
-"""What is put back after code of the user's has run outside of a step that counts: what is declared, and no more.
+"""The state that is put back after user code has run outside a step that counts: what is declared, and nothing else.
 
-Nothing is searched for. What else such code changes stays changed, and :mod:`adaptive_batching._undeclared` names it.
+Nothing is searched for. Whatever else the code changes stays changed, and :mod:`adaptive_batching._undeclared` names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBERS = {bool, int, float, complex, type(None)}
 
 
 class State:
-    """What code of the user's may change, as far as it is declared; a step saves it, to put it back if it runs again.
+    """The declared state, which user code may change. A step saves it, and puts it back before its samples run again.
 
     Declared are the modules of models and losses with their parameters, gradients, buffers and training modes; numbers
     and small tensors that are attributes of a trainer, and of modules with buffers, which they may describe; generators
@@ -70,7 +70,7 @@ class State:
                     "be put back by; give the class these two methods"
                 )
         self._large: dict[int, tuple[torch.Tensor, bool]] = {}  # of the last step, by number: if that has changed it
-        self._constant: dict[int, tuple[torch.Tensor, int]] | None = None  # small ones, each with its version
+        self._constant: dict[int, Kept] | None = None  # small ones that the first step has left as they were, by number
         self._saved: Saved | None = None
         self.has_reported = False
         """True once it was looked at what else changes."""
@@ -98,16 +98,16 @@ class State:
     def save(self) -> None:
         """Save what a step may change besides gradients and random numbers of the process.
 
-        Large tensors are copied if the last step has changed them, and small ones unless the first step has left them
-        as they were, and nothing has written to them since. The first copies, which are many, are on the host.
-        Parameters that are not trained count if they are little of all, such as codebooks: otherwise they are weights
-        of LoRA or of a reference.
+        Large tensors are copied if the last step has changed them. Small ones are, too, but those that the first step
+        has left as they were have a copy already, on the host, until something writes to them. Parameters that are not
+        trained count if they are little of all, such as codebooks: otherwise they are weights of LoRA or of a
+        reference.
         """
         self._saved = Saved(self)
         for kept in self._saved.kept:
             tensor, has_changed = self._large.get(id(kept.tensor), (None, True))
-            constant, version = (self._constant or {}).get(id(kept.tensor), (None, -1))
-            if has_changed and not (constant is kept.tensor and version == version_of(constant)):
+            constant = (self._constant or {}).get(id(kept.tensor))
+            if has_changed and not (constant is not None and kept.take_copies(constant)):
                 kept.copy(on_host=self._constant is None or (kept.is_large and tensor is None))
 
     def put_back(self) -> None:
@@ -120,15 +120,18 @@ class State:
             large = [kept for kept in self._saved.kept if kept.is_large]
             self._large = {id(kept.tensor): (kept.tensor, kept.has_changed) for kept in large}
             if self._constant is None:
-                small = [kept.tensor for kept in self._saved.kept if not kept.is_large and not kept.has_changed]
-                self._constant = {id(tensor): (tensor, version_of(tensor)) for tensor in small}
+                small = [kept for kept in self._saved.kept if not kept.is_large and not kept.tensor.is_inference()]
+                # A normalization writes to its running mean without counting that in the tensor's version.
+                uncounted = {id(each) for one in self.modules if hasattr(one, "running_mean") for each in one.buffers()}
+                constant = [kept for kept in small if id(kept.tensor) not in uncounted and not kept.has_changed]
+                self._constant = {id(kept.tensor): kept for kept in constant}
             if put_back:
                 self._saved.put_back()
         self._saved = None
 
 
 class Saved:
-    """What is declared as it is now, to be put back.
+    """A record of the declared state as it is now, to put it back later.
 
     Args:
         state: What is declared.
@@ -235,7 +238,16 @@ class Kept:
         self._alias = tensor.detach() if is_plain(tensor) else None
         self._requires_grad, self._version = tensor.requires_grad, version_of(tensor)
         self._copies: list[torch.Tensor] = []
+        self._are_older = False  # the copies
         self._hash = 0
+
+    def take_copies(self, older: Kept) -> bool:
+        """Take the copies of another time; return False if the tensor was written to since, or its memory moved."""
+        places, before = ([(part.data_ptr(), part.shape) for part in kept.parts] for kept in (self, older))
+        if self._version != older._version or places != before:
+            return False
+        self._copies, self._are_older = older._copies, True
+        return True
 
     def copy(self, *, on_host: bool) -> None:
         self._hash = hash_of(self.tensor) if self.is_large else 0
@@ -248,10 +260,14 @@ class Kept:
 
     @property
     def has_changed(self) -> bool:
-        """True if bits have changed; of large tensors, also if they were written to, which ``.data`` does not show."""
-        if not self.is_large:
-            return not all(map(same_bits, self.parts, self._copies))
-        return version_of(self.tensor) != self._version or (bool(self._copies) and hash_of(self.tensor) != self._hash)
+        """True if bits have changed; of large tensors, also if they were written to, which ``.data`` does not show.
+
+        For the same reason older copies hold only where the tensor was written to since it was saved.
+        """
+        is_written = version_of(self.tensor) != self._version
+        if self.is_large:
+            return is_written or (bool(self._copies) and hash_of(self.tensor) != self._hash)
+        return (is_written or not self._are_older) and not all(map(same_bits, self.parts, self._copies))
 
     def put_back(self) -> None:
         tensor, alias = self.tensor, self._alias

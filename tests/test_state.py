@@ -10,7 +10,7 @@ from torch import nn
 
 from adaptive_batching import _state
 from adaptive_batching._probe.trial import without_hooks
-from adaptive_batching._state import State, draws_put_back, rehearsal
+from adaptive_batching._state import Kept, State, draws_put_back, rehearsal
 from adaptive_batching._values import ConfigError
 from tests.support.changing import Meter, Restless, described, random_numbers
 
@@ -139,6 +139,40 @@ def test_a_state_puts_a_step_back_as_often_as_it_runs_again() -> None:
             assert described([model, meter]) == before
         model(torch.randn(3, 4))
         state.end()
+
+
+class Counting(nn.Module):
+    """Has a buffer that is written to with a count in its version, which a running mean's is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("calls", torch.zeros(2))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        output: torch.Tensor = self.norm(batch)
+        return output
+
+
+def test_what_first_changes_in_a_later_step_is_put_back_and_what_never_does_is_copied_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, copied, copy = Counting(), list[torch.Tensor](), Kept.copy
+    state = State([model])
+    monkeypatch.setattr(Kept, "copy", lambda self, **on: (copied.append(self.tensor), copy(self, **on)))
+    for step in range(6):
+        state.save()
+        if step >= 3:
+            before = described([model])
+            model(torch.randn(3, 2))
+            state.put_back()
+            assert described([model]) == before, step
+            model(torch.randn(3, 2))
+        state.end()
+    times = {name: sum(each is buffer for each in copied) for name, buffer in model.named_buffers()}
+    assert (times["table"], times["calls"], times["norm.running_mean"]) == (1, 1 + 2, 6)
 
 
 def test_trained_parameters_are_left_to_the_step() -> None:

@@ -40,7 +40,7 @@ class Launch:
     devices: int = 1
     steps: int = 3
     notes_work: bool = True
-    """Whether to record one more step, to time it. This needs a card that is known."""
+    """True to record one extra step and time it, which needs a known card."""
     max_seconds: float = 300
     """Without a step, after which the command is ended."""
     begun: float = field(default_factory=time.time)
@@ -49,7 +49,7 @@ class Launch:
     """Where the command prints to; None for where this process does."""
     errors: int | IO[bytes] | None = None
     says: bool = True
-    """Whether to say so when a command is slow to reach its first step."""
+    """True to say so if the command is slow to reach its first step."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:

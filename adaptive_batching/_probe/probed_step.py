@@ -36,7 +36,7 @@ class TrainingStep:
     """False if :attr:`run` takes no optimizer step."""
 
     state: State | None = None
-    """What a step may change besides the optimizers; None for the model alone."""
+    """What a step may change besides its optimizers; None if that is the model alone."""
 
 
 def has_states(optimizer: Optimizer) -> bool:

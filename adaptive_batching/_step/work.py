@@ -45,7 +45,7 @@ class Work(ABC, Generic[Samples, P, R]):
     """Where parts run; None if the host releases memory itself, in :meth:`forget`."""
 
     state: State | None = None
-    """What forwards may change besides gradients, to be put back; None if they change nothing."""
+    """What a forward may change besides gradients, and what is put back; None if it changes nothing."""
 
     what = "the step's samples"
     """The name of all that runs again, for messages."""

@@ -281,18 +281,11 @@ class AdaptiveRun:
         """
         trainer = self._trainer
         of_accelerate = trainer.accelerator._dataloaders
-        names = ("forward", "_original_forward", "_is_accelerate_prepared")
-        forwards = {name: vars(trainer.model).get(name) for name in names}
         with unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator):
             try:
                 self._prepare(loader)
             finally:
                 trainer.accelerator._dataloaders = of_accelerate  # a probe has made it forget them
-                for name, value in forwards.items():  # else it takes the model for prepared, without autocast
-                    if value is None:
-                        vars(trainer.model).pop(name, None)
-                    else:
-                        vars(trainer.model)[name] = value
 
     def _prepare(self, loader: Any) -> None:
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0

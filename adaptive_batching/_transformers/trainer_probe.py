@@ -36,10 +36,11 @@ from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._unused_memory import little_to_collect
 
-_FORWARDS = ("forward", "_original_forward")
-"""Attributes of a model by which Accelerate casts what goes in and comes out.
+_OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
+"""Attributes of a model by which Accelerate casts what goes in and comes out, and knows that it does.
 
-To undo that, it takes whatever ``forward`` a model has as an attribute for its own, also one that TRL has set.
+To undo that, it takes whatever ``forward`` a model has as an attribute for its own, also one that TRL has set. A model
+that still counts as prepared would train without autocast.
 """
 
 
@@ -114,7 +115,7 @@ def _structure_kept(trainer: Any, state: State) -> Iterator[None]:
 @contextmanager
 def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimizer]]:
     """Give the model and the optimizer as training has them, and undo that on exit unless it ``keeps`` them."""
-    forwards = {name: value for name, value in vars(trainer.model).items() if name in _FORWARDS}
+    before = {name: value for name, value in vars(trainer.model).items() if name in _OF_ACCELERATE}
     if keeps:
         model, optimizer = trainer.model, trainer.optimizer
     else:
@@ -129,9 +130,9 @@ def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimiz
         trainer.accelerator.scaler = scaler
         if not keeps:
             trainer.accelerator.free_memory()
-            for name in _FORWARDS:
+            for name in _OF_ACCELERATE:
                 vars(trainer.model).pop(name, None)
-            vars(trainer.model).update(forwards)
+            vars(trainer.model).update(before)
 
 
 def without_ddp(trainer: Any, model: nn.Module) -> nn.Module:

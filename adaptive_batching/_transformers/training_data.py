@@ -274,10 +274,12 @@ def _kept(samplers: Sequence[Any]) -> Iterator[None]:
     """Put back what samplers have for attributes, what is in those that are lists, and generators of random numbers."""
     spaces = [(vars(sampler), dict(vars(sampler))) for sampler in samplers if sampler is not None]
     lists = [(value, [*value]) for _, own in spaces for value in own.values() if isinstance(value, list)]
-    with draws_put_back(*samplers):
-        yield
-    for space, own in spaces:
-        space.clear()
-        space.update(own)
-    for value, entries in lists:
-        value[:] = entries
+    try:
+        with draws_put_back(*samplers):
+            yield
+    finally:
+        for space, own in spaces:
+            space.clear()
+            space.update(own)
+        for value, entries in lists:
+            value[:] = entries

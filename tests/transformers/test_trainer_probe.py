@@ -25,6 +25,7 @@ CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], bool]] = {
                           max_batch_size=16),
         {"per_device_train_batch_size": 4, "optim": "sgd"}, True,
     ),
+    "autocast": (AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=8), {"bf16": True}, True),
     "nothing to probe": (AdaptiveArguments(micro_batch_size=3), {}, False),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ MOST_SAMPLES = 8192
 MISTAKE = 2  # exit code
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # data of a hub come from its cache
 SAID = re.compile(r"(?m)^(?:\[rank\d+\]:? ?)?error: (.*)$")
-"""What a recipe says of a mistake, in what it has printed."""
+"""Matches the line in which a recipe reports a mistake, in the output of its process."""
 
 
 class NotPlannedError(RuntimeError):
