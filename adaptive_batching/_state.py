@@ -1,6 +1,6 @@
 """The state that is put back after user code has run outside a step that counts: what is declared, and nothing else.
 
-Nothing is searched for. Whatever else the code changes stays changed, and :mod:`adaptive_batching._undeclared` names it.
+Nothing is searched for. Whatever else the code changes stays changed; :mod:`adaptive_batching._undeclared` reports it.
 """
 
 from __future__ import annotations
