@@ -90,7 +90,7 @@ def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
     if way == FULLY:
         ForwardTimes.enough = lambda self: None  # type: ignore[method-assign]
     if way == LONGEST:
-        RowSize.tokens = lambda self, most: most  # type: ignore[method-assign]
+        RowSize.tokens = lambda self, of_step, limit: limit  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as output_dir:
         recipe, set_up, probed = set_up_recipe(way, inputs, output_dir, device, samples)
         if way == BOUND:

@@ -239,8 +239,8 @@ def in_turns(num_ranks: int, limit: int, cost: SampleCost) -> str:
 
 def split(lengths: Draw, limit: int) -> list[list[list[int]]]:
     """Return what ranks run that split their own samples, with nothing where others run more forwards."""
-    rule = SplitRule(max_tokens=limit)
-    parts = [[[own[index] for index in part] for part in split_samples(own, rule, pads=False)] for own in lengths]
+    splits = [split_samples(own, SplitRule(by_length=True), limit, pads=False) for own in lengths]
+    parts = [[[own[index] for index in part] for part in each] for own, each in zip(lengths, splits, strict=True)]
     most = max(map(len, parts))
     return [own + [[] for _ in range(len(own), most)] for own in parts]
 

@@ -154,7 +154,7 @@ def test_parts_that_run_again_change_what_they_would_have_changed_at_first(steps
         if not steps_before:  # the first step is looked at, which runs parts as well
             run.step._work._parts_add_up = True
             run.step._runner._audit._next = run.step._runner._audit._next_alike = 10  # type: ignore[union-attr]
-            run.step._limit.note(4)  # as many tokens have fitted: the samples run again as they were
+            run.step._work.limit.note(4)  # as many tokens have fitted: the samples run again as they were
         with_hook = run.model.register_forward_pre_hook(fail)
         run.step(SAMPLES)
         with_hook.remove()

@@ -30,13 +30,8 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
     what, noun = "them", "row"
 
     def __init__(self, device: torch.device, *, remedy: str) -> None:
-        self.device, self._remedy = device, remedy
-        self._runner = StepRunner(self, TokenLimit())
-
-    @property
-    def limit(self) -> TokenLimit:
-        """The limit that was learned from running out of memory."""
-        return self._runner.limit
+        self.device, self._remedy, self.limit = device, remedy, TokenLimit()
+        self._runner = StepRunner(self)
 
     def run(self, lengths: Sequence[int], forward: Callable[[range], Sequence[Result]]) -> list[Result]:
         """Return what ``forward`` gives for each row, in their order; ``lengths`` are their tokens, the longest first.
@@ -57,9 +52,9 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
             del self._forward  # which may hold what it has computed
         return results
 
-    def split(self, groups: Sequence[range], max_tokens: int | None) -> Iterator[list[Part]]:
+    def split(self, groups: Sequence[range]) -> Iterator[list[Part]]:
         """Yield one part of the rows that are left: as many as fit."""
-        [rows] = groups
+        [rows], max_tokens = groups, self.limit.max_tokens
         length = self._lengths[rows.start]
         fits = len(rows) if max_tokens is None else min(samples_within(max_tokens, length), len(rows))
         part = rows[: max(fits, 1)]

@@ -66,18 +66,14 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         loss: Loss,
         collate: Callable[[list[Sample]], Any],
         length: Callable[[Sample], int] | None,
-        limit: TokenLimit,
         parallel: DataParallel,
         state: State,
         *,
         balances_ranks: bool,
     ) -> None:
         super().__init__(device_of(model), collate, length, state)
-        self.max_tokens: int | None = None
-        """Padded tokens that a part holds at most, as the user has set it."""
-
         self._model, self._optimizer, self._loss = model, optimizer, loss
-        self._limit, self._parallel = limit, parallel
+        self.limit, self._parallel = TokenLimit(), parallel
         self._sharing = None
         if balances_ranks and parallel.ranks.size > 1 and length is not None:
             self._sharing = Sharing(parallel.ranks, model, waits=bool(parallel.roots))
@@ -94,39 +90,32 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self.samples, self._filler, self._backward = samples, filler, backward
         self._num_samples = num_samples
 
-    def split(self, groups: Sequence[list[Sample]], max_tokens: int | None) -> Iterator[list[LossPart]]:
+    def split(self, groups: Sequence[list[Sample]]) -> Iterator[list[LossPart]]:
         [samples] = groups
-        parts = None if self._sharing is None else self._shared(samples, max_tokens, self._sharing)
-        parts = self._lists(samples, max_tokens) if parts is None else parts
+        parts = None if self._sharing is None else self._shared(samples, self._sharing)
+        if parts is None:
+            rule = SplitRule(by_length=self.limit.bound is not None)
+            split = split_samples(self.lengths(samples), rule, self.limit.max_tokens)
+            parts = [[samples[index] for index in part] for part in split]
         is_split = not self._parts_add_up and self._parallel.ranks.any(len(parts) > 1)
         if is_split and (module := self.batch_dependent_module()) is not None:
             raise ConfigError(
-                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its parts "
-                "do not add up; set max_tokens=None and a smaller batch size"
+                f"max_tokens={self.limit.bound} would change the result: {module} computes over the batch, so its "
+                "parts do not add up; set max_tokens=None and a smaller batch size"
             )
         yield [self._part(part, self._divisor(len(parts))) if part else self.filler() for part in parts]
 
-    def _shared(self, samples: list[Sample], max_tokens: int | None, sharing: Sharing) -> list[list[Sample]] | None:
+    def _shared(self, samples: list[Sample], sharing: Sharing) -> list[list[Sample]] | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
         self._timer.read()  # of the step before
-        if not self._parallel.ranks.all(self.max_tokens is not None):  # without it, the user wants one forward
+        if not self._parallel.ranks.all(self.limit.bound is not None):  # without it, the user wants one forward
             return None
-        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        lengths = self.lengths(samples)
-        parts = sharing.parts(samples, lengths, 1.0, min(limits), pads=self.pads)
+        parts = sharing.parts(samples, self.lengths(samples), 1.0, self.limit.max_tokens, pads=self.pads)
         if parts is not None and (module := self.batch_dependent_module()) is not None:
             self._sharing = None
             log.info("samples stay on the ranks that have drawn them: %s computes over the batch", module)
             return None
         return parts
-
-    def _lists(self, samples: list[Sample], max_tokens: int | None) -> list[list[Sample]]:
-        """Return ``samples`` in lists that are expected to fit, the longest first."""
-        rule = SplitRule()
-        if self.max_tokens is not None:
-            rule = SplitRule(max_tokens=min(self.max_tokens, self.max_tokens if max_tokens is None else max_tokens))
-        split = split_samples(self.lengths(samples), rule, max_tokens)
-        return [[samples[index] for index in part] for part in split]
 
     def _divisor(self, num_parts: int) -> float | None:
         """Return what the losses of so many parts are divided by, on their way to the gradient."""
@@ -205,8 +194,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         few = few[: int(ranks.smallest(len(few)))] if failure else max(of_ranks, key=len)
         if len(few) < 2:
             return None
-        limits = [limit for limit in (self.max_tokens, self._limit.max_tokens, most_tokens) if limit is not None]
-        most = int(ranks.smallest(self._most_within(few, min(limits, default=None))))
+        most = int(ranks.smallest(self._most_within(few, self.limit.within(most_tokens))))
         with draws_put_back(self.collate):
             is_known, module = self._first_named(partial(self._what_does_not_add_up, few, most))
             while not is_known and most > 2:

@@ -36,7 +36,6 @@ from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._state import State, draws_put_back, rehearsal
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import data_parallel_of
-from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.sharing import gathered
 from adaptive_batching._values import ConfigError
@@ -97,16 +96,15 @@ class AdaptiveStep(Generic[Sample]):
         self._max_grad_norm = max_grad_norm
         self._scale: float | None = None  # by which a backward of the user's multiplies the loss
         self._knows_ranks_are_alone = False
-        self._limit = TokenLimit()
         self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
         declared = State([model], losses={"loss": loss, "count": count}, draws=[collate], listed=state)
         self._work = LossWork(
-            model, optimizer, self._loss, collate, length, self._limit, self._parallel, declared,
+            model, optimizer, self._loss, collate, length, self._parallel, declared,
             balances_ranks=balance_ranks,
         )  # fmt: skip
         remedy = "have loss return a sum and its number, or set max_tokens=None and a smaller batch"
         audit = Audit(self._work, self._parallel.ranks, remedy)
-        self._runner = StepRunner(self._work, self._limit, self._parallel, audit=audit)
+        self._runner = StepRunner(self._work, self._parallel, audit=audit)
 
     @property
     def max_tokens(self) -> int | None:
@@ -114,27 +112,27 @@ class AdaptiveStep(Generic[Sample]):
 
         May be set at any time between steps; a ConfigError if it is below 1.
         """
-        return self._work.max_tokens
+        return self._work.limit.bound
 
     @max_tokens.setter
     def max_tokens(self, value: int | None) -> None:
         if value is not None and (not hasattr(value, "__index__") or value < 1):
             raise ConfigError(f"max_tokens={value!r} must be a whole number of at least 1, or None for no limit")
-        self._work.max_tokens = None if value is None else operator.index(value)
+        self._work.limit.bound = None if value is None else operator.index(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with: :attr:`max_tokens`, and what running out of memory has taught."""
-        return {"max_tokens": self.max_tokens, "limit": self._limit.state_dict()}
+        return {"max_tokens": self.max_tokens, "limit": self._work.limit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of another :meth:`state_dict`. Weights and optimizer states are not part of it."""
         self.max_tokens = state["max_tokens"]
-        self._limit.load_state_dict(state["limit"])
+        self._work.limit.load_state_dict(state["limit"])
 
     @property
     def num_recoveries(self) -> int:
         """Number of times that samples have had to run again."""
-        return self._limit.num_recoveries
+        return self._work.limit.num_recoveries
 
     def __call__(
         self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
@@ -306,7 +304,7 @@ class AdaptiveStep(Generic[Sample]):
         rounds = settings.round_to_power_of_two
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)
         result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
-        self._limit.note(result.batch_size * self._work.tokens([sample]))
+        self._work.limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 
     def _checked_on_all(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:

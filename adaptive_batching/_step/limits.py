@@ -1,4 +1,4 @@
-"""Limit on the size of a micro-batch, learned from running out of memory."""
+"""What a forward may hold: what the user allows, and what running out of memory has taught."""
 
 from __future__ import annotations
 
@@ -10,31 +10,47 @@ log = logging.getLogger(__name__)
 
 
 class TokenLimit:
-    """Limit on the padded tokens of a micro-batch, learned from running out of memory.
+    """Limit on the padded tokens of a forward: the smaller of what the user allows and what has been learned.
 
-    There is no limit until a micro-batch runs out of memory. Each time one does, the limit falls to half of that
-    micro-batch. After ``steps_to_recover`` clean steps the limit doubles, but never to a size that has failed twice;
-    once beyond what failed, it is lifted. Each failure after the first doubles the number of clean steps required, so
-    that a run of any length has few failures.
+    Nothing is learned until a forward runs out of memory. Each time one does, the learned limit falls to half of its
+    tokens. After ``steps_to_recover`` clean steps it doubles, but never to a size that has failed twice; once beyond
+    what failed, it is lifted. Each failure after the first doubles the number of clean steps required, so that a run of
+    any length has few failures.
     """
 
-    def __init__(self, steps_to_recover: int = 50) -> None:
-        self.max_tokens: int | None = None
+    def __init__(self, bound: int | None = None, *, steps_to_recover: int = 50) -> None:
+        self.bound = bound
+        """Tokens that the user, or a probe, allows; None for any number."""
+
+        self.learned: int | None = None
+        """Tokens that are left after what has run out of memory; None if nothing has."""
+
         self.num_recoveries = 0
-        self.largest_that_ran = 0  # padded tokens of the largest micro-batch known to fit
+        self.largest_that_ran = 0  # padded tokens of the largest forward known to fit
         self._steps_to_recover = steps_to_recover
         self._clean_steps = 0
         self._failed: list[int] = []
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens that a forward holds at most; None for no limit."""
+        return self.within(None)
+
+    def within(self, tokens: int | None) -> int | None:
+        """Return the smaller of ``tokens`` and what a forward may hold; None if there is no limit at all."""
+        limits = [limit for limit in (self.bound, self.learned, tokens) if limit is not None]
+        return min(limits, default=None)
+
     def state_dict(self) -> dict[str, Any]:
+        """Return what has been learned; the bound is the user's."""
         return {
-            "max_tokens": self.max_tokens, "num_recoveries": self.num_recoveries, "clean_steps": self._clean_steps,
+            "learned": self.learned, "num_recoveries": self.num_recoveries, "clean_steps": self._clean_steps,
             "steps_to_recover": self._steps_to_recover, "failed": self._failed,
             "largest_that_ran": self.largest_that_ran,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
+        self.learned, self.num_recoveries = state["learned"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
         self.largest_that_ran = state["largest_that_ran"]
@@ -59,21 +75,21 @@ class TokenLimit:
             self._steps_to_recover *= 2
         self._failed.append(failed)
         self._clean_steps = 0
-        self.max_tokens = max(max_tokens, 1)
+        self.learned = max(max_tokens, 1)
 
     def note_clean_step(self) -> None:
-        if self.max_tokens is None:
+        if self.learned is None:
             return
         self._clean_steps = (self._clean_steps + 1) % self._steps_to_recover
         if self._clean_steps:
             return
-        wanted = 2 * self.max_tokens
+        wanted = 2 * self.learned
         if len(self._failed) > 1:
             wanted = min(wanted, sorted(self._failed)[1] - 1)
-        elif self.max_tokens >= max(self._failed, default=0):  # the size that failed has had its second chance
-            log.info("lifted the limit of %d padded tokens per micro-batch", self.max_tokens)
-            self.max_tokens = None
+        elif self.learned >= max(self._failed, default=0):  # the size that failed has had its second chance
+            log.info("lifted the limit of %d padded tokens per micro-batch", self.learned)
+            self.learned = None
             return
-        if wanted > self.max_tokens:
-            log.info("raised the limit on padded tokens per micro-batch from %d to %d", self.max_tokens, wanted)
-            self.max_tokens = wanted
+        if wanted > self.learned:
+            log.info("raised the limit on padded tokens per micro-batch from %d to %d", self.learned, wanted)
+            self.learned = wanted

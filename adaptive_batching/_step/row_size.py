@@ -46,12 +46,13 @@ class RowSize:
         self._begun = 0  # steps
         self._tokens, self._seconds = 0, 0.0  # of the forwards of a step
 
-    def tokens(self, most: int) -> int:
-        """Return the most tokens that a row should have, where up to ``most`` of a step could be one."""
+    def tokens(self, of_step: int, limit: int) -> int:
+        """Return the most tokens that a row should have: up to ``limit``, of the ``of_step`` tokens that there are."""
+        most = min(of_step, limit)
         self._most = max(self._most, most)
         if self._begun == 1 and not self._is_settled:
             self._size = max(self._size, -(-most // self._PARTS_AT_FIRST))
-        return self._size
+        return min(self._size, limit)  # which may be above what there is: samples of other ranks may come
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take note of a forward and backward of the step."""

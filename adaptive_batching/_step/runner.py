@@ -18,7 +18,6 @@ from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollecti
 from adaptive_batching._shortage import LongerSample, StepStarts, cause_of, read_message
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
-from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.work import P, R, Samples, Work
 from adaptive_batching._unused_memory import release_cached_memory
 
@@ -58,7 +57,6 @@ class StepRunner(Generic[Samples, P, R]):
 
     Args:
         work: The host's computation.
-        limit: Knows what has run, before a resume as well, and what has failed.
         parallel: Ranks that run their parts together.
         audit: Compares parts with their union now and then; None for what has no gradient.
         recovers: False to let nothing run again, and to say what would.
@@ -68,15 +66,14 @@ class StepRunner(Generic[Samples, P, R]):
     def __init__(
         self,
         work: Work[Samples, P, R],
-        limit: TokenLimit,
         parallel: DataParallel | None = None,
         *,
         audit: Audit | None = None,
         recovers: bool = True,
         largest_that_ran: int = 0,
     ) -> None:
-        limit.note(largest_that_ran)
-        self.limit = limit
+        self.limit = work.limit
+        self.limit.note(largest_that_ran)
         self.done: list[tuple[P, R]] = []
         """The parts that have run since :meth:`begin`, each with its result."""
 
@@ -142,7 +139,7 @@ class StepRunner(Generic[Samples, P, R]):
 
     def _try(self, groups: Sequence[Samples], *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
         """Run the parts of ``groups`` until some run out of memory; return these, or None if all have run."""
-        for parts in self._work.split(groups, self.limit.max_tokens):
+        for parts in self._work.split(groups):
             parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue

@@ -151,8 +151,8 @@ def share_out(
 
 def _as_drawn(lengths: Sequence[Sequence[int]], cost: SampleCost, limit: int | None, *, pads: bool) -> Parts:
     """Return the samples of each rank where it drew them, split as they are without being shared out."""
-    rule = SplitRule(max_tokens=limit, forward_cost=cost.fixed / cost.per_token)
-    split = [split_samples(own, rule, pads=pads) for own in lengths]
+    rule = SplitRule(by_length=True, forward_cost=cost.fixed / cost.per_token)
+    split = [split_samples(own, rule, limit, pads=pads) for own in lengths]
     most = max(map(len, split))
     return [
         [[(rank, index) for index in part] for part in parts] + [[] for _ in range(len(parts), most)]

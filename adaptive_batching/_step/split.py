@@ -1,8 +1,8 @@
 """Split the samples of a step into parts, each with one forward and backward. Pure: indices and lengths only.
 
-A :class:`SplitRule` is what the settings ask for while all fits: the whole batch, parts of so many samples, or samples
-sorted by length, in parts of so many tokens. A part above the limit that was learned from running out of memory is
-split again. :func:`split_samples` does both, for recipes, Trainer and plain loops, and says what holds of its result.
+A :class:`SplitRule` is what the settings ask for: the whole batch, parts of so many samples, or samples sorted by
+length. No part has more tokens than the limit allows; other parts than those by length are split again where they have.
+:func:`split_samples` does both, for recipes, Trainer and plain loops, and says what holds of its result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def samples_within(max_tokens: int, length: int) -> int:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How samples are split while memory suffices: not at all, by number, or by length if there are ``max_tokens``."""
+    """How samples are split while memory suffices: not at all, by number, or by length."""
 
     samples: int | None = None
     """Most samples of a part; they keep their order."""
@@ -53,8 +53,8 @@ class SplitRule:
     is_even: bool = True
     """True for parts of about one size; False for full ones and a smaller one at the end."""
 
-    max_tokens: int | None = None
-    """Of a part, whose samples are of similar length."""
+    by_length: bool = False
+    """True for parts of samples of similar length, with as many tokens as the limit allows."""
 
     forward_cost: float = FORWARD_COST
     """Time of a part besides that of its tokens, as a number of tokens; weighs few parts against little padding."""
@@ -69,20 +69,19 @@ def split_samples(
 ) -> Split:
     """Split samples by ``rule``, and what is above ``limit`` into smaller parts.
 
-    >>> split_samples([5, 100, 6, 90], SplitRule(max_tokens=200, forward_cost=50))
+    >>> split_samples([5, 100, 6, 90], SplitRule(by_length=True, forward_cost=50), 200)
     [[3, 1], [0, 2]]
 
     - Each sample is in exactly one part.
-    - A part has at most ``limit`` tokens, unless it is one sample; so it is with what the ``rule`` allows, by number or
-      by length.
+    - A part has at most ``limit`` tokens, unless it is one sample, and at most as many samples as the ``rule`` allows.
     - By length, the longest samples come first, and padded tokens plus the cost of forwards are no more than those of
-      any other way to divide the sorted samples into runs of neighbours of at most ``max_tokens``.
+      any other way to divide the sorted samples into runs of neighbours of at most ``limit``.
     - The result depends on the arguments alone: ranks that have the same samples split them alike.
 
     Args:
         lengths: Tokens of each sample.
         rule: What the settings ask for.
-        limit: Most tokens of a part, learned from running out of memory; None for no limit.
+        limit: Most tokens of a part; None for no limit.
         pads: False if samples are laid end to end, so that a part has the sum of their tokens.
     """
     if not lengths:
@@ -94,9 +93,9 @@ def split_samples(
         return [[part[index] for index in smaller] for smaller in split]
 
     everything = range(len(lengths))
-    if rule.max_tokens is not None:
-        parts = by_length(everything, rule.max_tokens, rule.forward_cost)
-    elif rule.samples is None:
+    if rule.by_length and limit is not None:
+        return by_length(everything, limit, rule.forward_cost)
+    if rule.samples is None:
         parts = [list(everything)]
     elif rule.is_even:
         parts = split_in_order(len(lengths), rule.samples)

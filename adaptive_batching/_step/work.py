@@ -12,6 +12,7 @@ from torch import nn
 
 from adaptive_batching._caching_allocator import num_allocation_retries
 from adaptive_batching._state import State
+from adaptive_batching._step.limits import TokenLimit
 
 Samples = TypeVar("Samples")
 
@@ -44,6 +45,9 @@ class Work(ABC, Generic[Samples, P, R]):
     device: torch.device | None = None
     """Where parts run; None if the host releases memory itself, in :meth:`forget`."""
 
+    limit: TokenLimit
+    """What a forward may hold; :meth:`split` keeps to it."""
+
     state: State | None = None
     """What a forward may change besides gradients, and what is put back; None if it changes nothing."""
 
@@ -55,11 +59,11 @@ class Work(ABC, Generic[Samples, P, R]):
 
     # How it computes; what a runner is handed ready to run needs neither split nor runs
 
-    def split(self, groups: Sequence[Samples], max_tokens: int | None) -> Iterable[Sequence[P]]:
+    def split(self, groups: Sequence[Samples]) -> Iterable[Sequence[P]]:
         """Yield parts of ``groups`` that are expected to fit, all of those that run in one go together.
 
-        The runner comes for the next when these have run. No part has more than ``max_tokens``, other than a single
-        sample; None for no limit that was learned from running out of memory.
+        The runner comes for the next when these have run. No part has more tokens than :attr:`limit` allows, other than
+        a single sample.
         """
         raise NotImplementedError
 

@@ -328,7 +328,7 @@ class AdaptiveRun:
         if sizing.probes and not sizing.bounds_batch:  # the step stays as it is: how it is split is left
             forwards = sizing.of_forwards(max(self.schedule.sizes) * accumulated)
             self._find(forwards.request, data, step)
-            step.max_tokens = self.max_tokens
+            step.limit.bound = self.max_tokens
         if self.probe is not None:
             step.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None:

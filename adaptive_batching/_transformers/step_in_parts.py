@@ -113,7 +113,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         audit_every: int | None = None,
     ) -> None:
         super().__init__(trainer.args.device, lambda samples: trainer.data_collator(samples), length, state_of(trainer))
-        self.max_tokens: int | None = None
         self.kind = kind
         """How the losses of parts make up that of a step."""
 
@@ -125,7 +124,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
         self.size = size
         self.limit = TokenLimit()
-        """What has run, and what has run out of memory."""
+        """What a forward may hold."""
 
         # NEFTune scales its noise by the length of a batch: a sample shares a forward only with others of its batch.
         self._noisy = [module for module in trainer.model.modules() if hasattr(module, "neftune_noise_alpha")]
@@ -161,7 +160,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         remedy = "leave micro_batch_size out, or train without adaptive"
         # Batches over which something computes do not add up to their union, nor are they asked to.
         audit = Audit(self, ranks, remedy, audit_every) if dependent_module is None else None
-        self.runner = StepRunner(self, self.limit, self._parallel, audit=audit, recovers=recovers)
+        self.runner = StepRunner(self, self._parallel, audit=audit, recovers=recovers)
 
     def check_that_parts_add_up(self) -> None:
         """Raise ConfigError if the model computes over the batch, so that it cannot be split."""
@@ -419,11 +418,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         in_row = partial(run, dict(row.inputs), row.counted, self._attention.within(row.bounds))
         return [in_row], [partial(run, batch, batch, contextlib.nullcontext())]
 
-    def split(self, groups: Sequence[Sequence[list[Sample]]], max_tokens: int | None) -> Iterator[list[Part]]:
+    def split(self, groups: Sequence[Sequence[list[Sample]]]) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
         [batches] = groups
-        shared = None if self.sharing is None else self._shared(batches, max_tokens, self.sharing)
-        lists = self._lists(batches, max_tokens) if shared is None else shared
+        shared = None if self.sharing is None else self._shared(batches, self.sharing)
+        lists = self._lists(batches) if shared is None else shared
         yield [Part(samples, self.tokens(samples)) if samples else self.filler() for samples in lists]
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[Part]:
@@ -441,13 +440,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def tokens_in_one(self, samples: list[Sample]) -> int:
         return len(samples) * max(self.lengths(samples))
 
-    def _shared(self, batches: Sequence[list[Sample]], max_tokens: int | None, sharing: Sharing) -> Parts | None:
+    def _shared(self, batches: Sequence[list[Sample]], sharing: Sharing) -> Parts | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
         samples = [sample for batch in batches for sample in batch]
-        lengths, rule = self.lengths(samples), self._rule(samples, max_tokens)
-        limits = [limit for limit in (rule.max_tokens, max_tokens) if limit is not None]
         weight = self._weight_of_sample(samples)
-        parts = sharing.parts(samples, lengths, weight, min(limits, default=None), pads=self.pads)
+        parts = sharing.parts(samples, self.lengths(samples), weight, self._most_tokens(samples), pads=self.pads)
         self._num_drawn = None if parts is None else weight
         return parts
 
@@ -520,29 +517,25 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._filler_state.end(put_back=True)
         return loss
 
-    def _lists(self, batches: Sequence[list[Sample]], max_tokens: int | None) -> Parts:
+    def _lists(self, batches: Sequence[list[Sample]]) -> Parts:
         together = [[sample for batch in batches for sample in batch]]
         if not (self.joins_batches and isinstance(self.size, (Fixed, ByLength))):
             together = list(batches)
         self._of_batches = []
+        rule = SplitRule(by_length=isinstance(self.size, ByLength))
+        if isinstance(self.size, Fixed):
+            rule = SplitRule(self.size.samples, is_even=False)
         for samples in together:
-            rule = self._rule(samples, max_tokens)
-            split = split_samples(self.lengths(samples), rule, max_tokens, pads=self.pads)
+            split = split_samples(self.lengths(samples), rule, self._most_tokens(samples), pads=self.pads)
             self._of_batches.append([[samples[index] for index in part] for part in split])
         return [part for parts in self._of_batches for part in parts]
 
-    def _rule(self, samples: list[Sample], max_tokens: int | None) -> SplitRule:
-        """Return how samples that run together are split."""
-        if isinstance(self.size, Fixed):
-            return SplitRule(self.size.samples, is_even=False)
-        if not isinstance(self.size, ByLength):
-            return SplitRule()
-        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        if not limits:
-            return SplitRule()
-        if self.in_rows:
-            limits.append(self._row_size.tokens(min(self.tokens(samples), *limits)))
-        return SplitRule(max_tokens=min(limits))
+    def _most_tokens(self, samples: list[Sample]) -> int | None:
+        """Return the most tokens of a part of samples that run together."""
+        limit = self.limit.max_tokens
+        if limit is None or not self.in_rows:
+            return limit
+        return self._row_size.tokens(self.tokens(samples), limit)
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self.kind.takes_number:

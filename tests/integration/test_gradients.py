@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.loop import TrainingLoop
@@ -77,8 +78,8 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
             window = [batch, *(more if micro_batch_size == "auto" else [])]
             size = parse_micro_batch_size(micro_batch_size)
             assert not isinstance(size, Explore)
-            split_policy = SplitPolicy(size, tokens if isinstance(size, ByLength) else None)
-            split_policy.limit.max_tokens = limit
+            split_policy = SplitPolicy(size, limit=TokenLimit(tokens if isinstance(size, ByLength) else None))
+            split_policy.limit.learned = limit
             splitter = Splitter(host, split_policy)
             split = splitter.split_together(window) if len(window) > 1 else splitter.split(batch)
             count, expected = assert_same_gradient(host, split, [MicroBatch(each, 1) for each in window], rel=1e-5)
@@ -114,7 +115,7 @@ def test_samples_end_to_end_in_a_row_have_the_gradient_of_one_sample_at_a_time(
         host.objective.begin_step(0, len(batch))
         alone = Splitter(host, SplitPolicy(Fixed(1))).split(batch)
         for capacity in (160, 10**6):
-            rows = Splitter(host, SplitPolicy(ByLength(), capacity=capacity)).split(batch)
+            rows = Splitter(host, SplitPolicy(ByLength(), limit=TokenLimit(capacity))).split(batch)
             assert_same_gradient(host, rows, alone, rel=1e-6)
             compared.append(len(rows))
 

@@ -90,9 +90,9 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     plan.update(times=0)
     unlimited = TokenLimit.__init__
 
-    def limited(self: TokenLimit) -> None:
+    def limited(self: TokenLimit, bound: int | None = None) -> None:
         unlimited(self)
-        self.max_tokens = 2 * 64
+        self.learned = 2 * 64
 
     monkeypatch.setattr(TokenLimit, "__init__", limited)
     at_once = tune_run("lora", *DROPOUT, *RECOVER, name="at_once")

@@ -18,7 +18,6 @@ from torch import nn
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import OtherRankError, Ranks
 from adaptive_batching._step.data_parallel import DataParallel
-from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.work import Part
 from tests.support.toy_work import ToyWork
@@ -99,7 +98,7 @@ def train(ranks: Ranks, fault: Fault) -> tuple[list[list[float]], StepRunner[Any
         prepare()
 
     parallel.prepare_sum = prepare_sum  # type: ignore[method-assign]
-    runner = StepRunner(work, TokenLimit(), parallel)
+    runner = StepRunner(work, parallel)
     found = []
     for number, batches in enumerate(STEPS):
         fault.armed = number == 1
@@ -202,7 +201,7 @@ def test_samples_that_run_again_as_they_were_meet_the_same_random_numbers() -> N
         fault = Fault("forward", times)
         work = ToyWork(draw, device=torch.device("cpu"))
         work.state = Nothing()  # type: ignore[assignment]
-        runner = StepRunner(work, TokenLimit())
+        runner = StepRunner(work)
         results: list[list[float]] = []
         for number, batches in enumerate(STEPS):
             fault.armed = number == 1
@@ -220,7 +219,7 @@ def failing(work: type[Learning] = Learning, place: str = "forward", **settings:
     """Return a runner that has begun a step and runs out of memory."""
     fault = Fault(place, 1)
     fault.armed = True
-    runner: StepRunner[Any, Any, Any] = StepRunner(work(fault), TokenLimit(), **settings)
+    runner: StepRunner[Any, Any, Any] = StepRunner(work(fault), **settings)
     runner.begin()
     return runner
 

@@ -21,7 +21,7 @@ def sizes_of(
     size, sizes = RowSize(), []
     for step in range(18):
         size.begin_step()
-        row = min(size.tokens(tokens(step)), tokens(step))
+        row = size.tokens(tokens(step), tokens(step))
         sizes.append(row)
         for _ in range(-(-tokens(step) // row)):
             size.observe(row, seconds_of(row) * (first_takes if step == 0 else 1))
@@ -64,7 +64,7 @@ def test_ranks_go_up_together_by_the_slowest() -> None:
     slow, size, sizes = [1.0, 0.5, 0.5], RowSize(), []
     for _ in range(11):
         size.begin_step(gather)
-        sizes.append(size.tokens(100))
+        sizes.append(size.tokens(100, CAPACITY))
         size.observe(100, 1e-3)
     assert not slow
     assert size.state_dict() == {"size": 2048, "rate": 0.5, "is_settled": True}

@@ -64,16 +64,16 @@ def run_steps(runner: StepRunner[list[int], Any, Any], number: int) -> None:
 def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any) -> None:
     """A rank whose allocator starts over would wait for the others, which do not know."""
     ranks: Any = OtherRanks()
-    work, limit = StartsOver([True] * 4), TokenLimit()
+    work = StartsOver([True] * 4)
     work.may_differ = lambda parts: False  # type: ignore[method-assign]
     parallel = DataParallel(ranks, work.parameters, [nn.Linear(1, 1)], collectives=collectives)
-    run_steps(StepRunner(work, limit, parallel), 4)
-    assert (ranks.waited > 0, limit.max_tokens is not None) == ((collectives is not None,) * 2)
+    run_steps(StepRunner(work, parallel), 4)
+    assert (ranks.waited > 0, work.limit.max_tokens is not None) == ((collectives is not None,) * 2)
 
 
 def test_only_what_goes_on_shrinks_parts_and_by_as_little_as_helps() -> None:
-    limit = TokenLimit()
-    runner = StepRunner(StartsOver([True, True, False, True, True, True]), limit)
+    runner = StepRunner(StartsOver([True, True, False, True, True, True]))
+    limit = runner.limit
     run_steps(runner, 5)
     assert limit.max_tokens is None
     run_steps(runner, 1)
@@ -88,7 +88,9 @@ def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
         if next(fails, False):
             raise torch.OutOfMemoryError()
 
-    runner = StepRunner(ToyWork(run), limit)
+    work = ToyWork(run)
+    work.limit = limit
+    runner = StepRunner(work)
     for rises in (False, True):
         for _ in range(2):
             runner.begin()
@@ -106,7 +108,7 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(caplog: pytest.
         if len(samples) > fits:
             raise torch.OutOfMemoryError()
 
-    runner = StepRunner(ToyWork(run), TokenLimit())
+    runner = StepRunner(ToyWork(run))
     for _ in range(3):
         runner.begin()
         runner.add([8] * 16)
@@ -124,12 +126,12 @@ class OnDevice(ToyWork):
 
     def __init__(self, device: Device, max_tokens: int) -> None:
         super().__init__(discard=device.release)
-        self._device, self._max_tokens = device, max_tokens
+        self._device, self.limit.bound = device, max_tokens
         self.num_retries = device.num_retries  # type: ignore[method-assign]
 
-    def split(self, groups: Sequence[list[int]], max_tokens: int | None) -> Iterator[list[Part]]:
-        [lengths] = groups
-        most = min(self._max_tokens, max_tokens or self._max_tokens)
+    def split(self, groups: Sequence[list[int]]) -> Iterator[list[Part]]:
+        [lengths], most = groups, self.limit.max_tokens
+        assert most is not None
         parts = [[lengths[index] for index in part] for part in split_by_length(lengths, most, 512)]
         yield [Part(part, self.tokens(part)) for part in parts]
 
@@ -150,8 +152,8 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
         found = find_largest(step, config, device, ProbeRequest(64, rounds=False))
     except DoesNotFitError:
         return
-    limit = TokenLimit()
-    runner = StepRunner(OnDevice(device, device.length * found.batch_size), limit)
+    runner = StepRunner(OnDevice(device, device.length * found.batch_size))
+    limit = runner.limit
 
     def train(steps: int) -> None:
         for _ in range(steps):

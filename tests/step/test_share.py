@@ -54,8 +54,10 @@ def test_each_sample_is_in_one_part_within_the_limit_and_no_step_is_slower(
     for part in chain.from_iterable(share.parts):
         own = [lengths[home][index] for home, index in part]
         assert limit is None or len(part) <= 1 or (len(own) * max(own) if pads else sum(own)) <= limit
-    rule = SplitRule(max_tokens=limit, forward_cost=cost.fixed / cost.per_token)
-    drawn = [[[(r, i) for i in part] for part in split_samples(own, rule, pads=pads)] for r, own in enumerate(lengths)]
+    rule = SplitRule(by_length=True, forward_cost=cost.fixed / cost.per_token)
+    drawn = [
+        [[(r, i) for i in part] for part in split_samples(own, rule, limit, pads=pads)] for r, own in enumerate(lengths)
+    ]
     most = max(map(len, drawn))
     times_drawn, times = (
         [[time / speed for time in own] for own, speed in zip(each, speeds or [1.0] * len(lengths), strict=True)]

@@ -22,14 +22,14 @@ lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
 limits = st.none() | st.integers(1, 5000)
 
 
-def by_tokens(max_tokens: int, forward_cost: float = 0.0) -> SplitRule:
-    return SplitRule(max_tokens=max_tokens, forward_cost=forward_cost)
+def by_length(forward_cost: float = 0.0) -> SplitRule:
+    return SplitRule(by_length=True, forward_cost=forward_cost)
 
 
 rules = st.one_of(
     st.just(SplitRule()),
     st.builds(SplitRule, st.integers(1, 20), st.booleans()),
-    st.builds(by_tokens, st.integers(1, 5000), st.floats(0, 1000)),
+    st.builds(by_length, st.floats(0, 1000)),
 )
 
 
@@ -65,11 +65,10 @@ def test_each_sample_is_in_one_part_and_no_part_is_too_large_but_single_samples(
         count = padded_tokens(own) if pads else sum(own)
         assert len(part) == 1 or limit is None or count <= limit
         assert rule.samples is None or len(part) <= rule.samples
-        assert len(part) == 1 or rule.max_tokens is None or count <= rule.max_tokens
-    if rule.max_tokens is not None and limit is None and pads:
+    if rule.by_length and limit is not None and pads:
         longest = [max(lengths[index] for index in part) for part in split]
         assert longest == sorted(longest, reverse=True), "one that does not fit fails before work is done"
-    if rule.max_tokens is None and limit is None:
+    if limit is None:
         assert in_split == everything, "in their order"
     assert split == split_samples(tuple(lengths), rule, limit, pads=pads), "on every rank"
 
@@ -88,7 +87,7 @@ def test_a_step_of_many_short_samples_is_split_in_about_one_look_at_each() -> No
     chance = random.Random(0)
     lengths = [chance.randrange(1, 129) for _ in range(4096)]
     Counted.times = 0
-    parts = split_samples(lengths, by_tokens(65_536, Counted(512)))
+    parts = split_samples(lengths, by_length(Counted(512)), 65_536)
     assert sorted(chain.from_iterable(parts)) == list(range(4096))
     assert Counted.times <= 2 * 4096, "not as many as there are samples in a part"
 
@@ -108,14 +107,14 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_co
         for split in every_split
         if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(split, lengths), split, strict=True))
     ]
-    found = split_samples(lengths, by_tokens(max_tokens, forward_cost))
+    found = split_samples(lengths, by_length(forward_cost), max_tokens)
     assert cost(found, lengths, forward_cost) == min(cost(split, lengths, forward_cost) for split in allowed)
 
 
 @settings(max_examples=300, deadline=None)
 @given(lengths_of_samples, st.integers(1, 5000))
 def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[int], max_tokens: int) -> None:
-    split = split_samples(lengths, by_tokens(max_tokens), pads=False)
+    split = split_samples(lengths, by_length(), max_tokens, pads=False)
     sums = [sum(lengths[index] for index in part) for part in split]
     assert sums == sorted(sums, reverse=True), "one that does not fit fails before work is done"
     together = [count for count in sums if count <= max_tokens]
@@ -126,13 +125,13 @@ def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[
 
 def test_cuts_of_a_few_samples() -> None:
     assert [samples_within(1200, n) for n in (2000, 600, 401, 400, 100)] == [1, 2, 2, 3, 12]
-    assert [len(part) for part in split_samples([10] * 9, by_tokens(30))] == [3, 3, 3]
-    assert [len(part) for part in split_samples([10] * 10, by_tokens(70, 20))] == [5, 5]
-    assert split_samples([5, 100, 6, 90], by_tokens(200, 50)) == [[3, 1], [0, 2]], "longest first"
-    assert split_samples([5, 100, 6, 90], by_tokens(110), pads=False) == [[3, 2, 0], [1]]
-    assert split_samples([5, 200, 6, 90], by_tokens(100), pads=False) == [[1], [3], [2, 0]]
+    assert [len(part) for part in split_samples([10] * 9, by_length(), 30)] == [3, 3, 3]
+    assert [len(part) for part in split_samples([10] * 10, by_length(20), 70)] == [5, 5]
+    assert split_samples([5, 100, 6, 90], by_length(50), 200) == [[3, 1], [0, 2]], "longest first"
+    assert split_samples([5, 100, 6, 90], by_length(), 110, pads=False) == [[3, 2, 0], [1]]
+    assert split_samples([5, 200, 6, 90], by_length(), 100, pads=False) == [[1], [3], [2, 0]]
     for forward_cost, parts in ((0, 4), (1000, 1)):
-        assert len(split_samples([10, 20, 30, 40], by_tokens(1000, forward_cost))) == parts
+        assert len(split_samples([10, 20, 30, 40], by_length(forward_cost), 1000)) == parts
     assert split_samples([10] * 7, SplitRule(3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert [len(part) for part in split_samples([10] * 9, SplitRule(4))] == [3, 3, 3]
     assert [len(part) for part in split_samples([10] * 9, SplitRule(4, is_even=False))] == [4, 4, 1]

@@ -27,14 +27,15 @@ class ToyWork(Work[list[int], Part, Any]):
     ) -> None:
         self.run, self.forget, self.device = run, discard, device  # type: ignore[method-assign]
         self.trained: list[nn.Parameter] = []
+        self.limit = TokenLimit()
 
     def parameters(self) -> list[nn.Parameter]:
         return self.trained
 
-    def split(self, groups: Sequence[list[int]], max_tokens: int | None) -> Iterator[list[Part]]:
+    def split(self, groups: Sequence[list[int]]) -> Iterator[list[Part]]:
         for samples in groups:
             longest = max(samples, default=1)
-            most = len(samples) if max_tokens is None else max(max_tokens // longest, 1)
+            most = len(samples) if self.limit.max_tokens is None else max(self.limit.max_tokens // longest, 1)
             parts = [samples[at : at + most] for at in range(0, len(samples), most)] if samples else []
             yield [Part(part, len(part) * max(part)) for part in parts]
 
@@ -67,4 +68,4 @@ def run_parts(
     work = ToyWork(discard=discard)
     roots = [] if collectives is None else [nn.Linear(1, 1)]
     parallel = DataParallel(ranks, work.parameters, roots, collectives=collectives)
-    return StepRunner(work, TokenLimit(), parallel).run_once(runs)
+    return StepRunner(work, parallel).run_once(runs)

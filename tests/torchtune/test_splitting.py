@@ -25,10 +25,10 @@ def of_length(length: int, label: int = 1, **more: Any) -> dict[str, Any]:
 def split(
     samples: list[dict[str, Any]], capacity: int, objective: NextToken | None = None, failed: int | None = None
 ) -> list[list[dict[str, Any]]]:
-    limit = TokenLimit()
+    limit = TokenLimit(capacity)
     if failed is not None:
         limit.shrink(failed)
-    splitter = Splitter(host(objective), SplitPolicy(ByLength(), capacity, limit=limit))
+    splitter = Splitter(host(objective), SplitPolicy(ByLength(), limit=limit))
     return [micro_batch.samples for micro_batch in splitter.split(samples)]
 
 

@@ -34,7 +34,7 @@ def step_of(trainer: Any, samples: list[Any]) -> StepInParts:
     length = length_function(samples[0], targets=has_decoder(trainer.model))
     step = StepInParts(trainer, kind, ByLength(), length, padding=False)
     step.get_ready(samples)
-    step.max_tokens = 45  # two or three samples
+    step.limit.bound = 45  # two or three samples
     return step
 
 

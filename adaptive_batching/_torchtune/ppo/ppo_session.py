@@ -101,7 +101,7 @@ class PPOSession:
 
         size = probed.sizes.micro_batch_size
         assert not isinstance(size, Explore), "refused with PPO's settings"
-        split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
+        split_policy.limit.bound, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
         split_policy.size = size
 
         growth = Growth(host, run, increase, controller, stored)
@@ -178,12 +178,12 @@ class PPOSession:
 
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(host, checkpoints_activations=True)
-        rollout_work = RolloutWork(of_rollout, stock, self._batch_dependent, self._rollout_rows)
-        rollout = Rollout(rollout_work, StepRunner(rollout_work, self._rollout_limit, recovers=recovers))
+        rollout_work = RolloutWork(of_rollout, stock, self._batch_dependent, self._rollout_rows, self._rollout_limit)
+        rollout = Rollout(rollout_work, StepRunner(rollout_work, recovers=recovers))
 
         splitter = Splitter(host, split_policy)
         work = TrainingWork(host, splitter, self._batch_dependent)
-        runner = StepRunner(work, split_policy.limit, recovers=recovers, largest_that_ran=settled.probed.tokens)
+        runner = StepRunner(work, recovers=recovers, largest_that_ran=settled.probed.tokens)
         PPOLoop(training, stock, rollout, work, runner).run()
 
     def note_random_state(self) -> None:

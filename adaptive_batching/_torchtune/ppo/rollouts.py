@@ -12,7 +12,9 @@ from torch import nn
 from torchtune.generation import _generation
 from torchtune.rlhf import Trajectory
 
+from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
+from adaptive_batching._step.split import samples_within
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
@@ -27,10 +29,15 @@ class RolloutWork(RecipeWork[range, Trajectory]):
     """
 
     def __init__(
-        self, host: Host, stock: StockPPO, find_batch_dependent_module: Callable[[], str | None], most_rows: int | None
+        self,
+        host: Host,
+        stock: StockPPO,
+        find_batch_dependent_module: Callable[[], str | None],
+        most_rows: int | None,
+        limit: TokenLimit,
     ) -> None:
         super().__init__(host, find_batch_dependent_module)
-        self._stock, self._most_rows = stock, most_rows
+        self._stock, self._most_rows, self.limit = stock, most_rows, limit
 
     def see(self, samples: Sequence[Sample], prompts: torch.Tensor) -> None:
         """Take note of the batch that rows are of."""
@@ -42,12 +49,12 @@ class RolloutWork(RecipeWork[range, Trajectory]):
             stock.rng, len(prompts), self._chunk, stock.max_generated_tokens, stock.vocabulary
         )
 
-    def split(self, groups: Sequence[range], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
+    def split(self, groups: Sequence[range]) -> Iterator[list[MicroBatch]]:
         """Yield one part of the rows that are left; parts are as even as can be."""
         [rows] = groups
         most = self._most_rows or self._chunk
-        if max_tokens is not None:
-            most = max(min(most, max_tokens // self._length), 1)
+        if self.limit.max_tokens is not None:
+            most = min(most, samples_within(self.limit.max_tokens, self._length))
         # Within a chunk no draw is made twice.
         left = (self.draws.end_of_chunk(rows.start) if most <= self._chunk else rows.stop) - rows.start
         num_parts = -(-left // most)

@@ -124,9 +124,9 @@ def _timer_of_steps(
     meter, windows = memory_meter(host.device), _windows(host.loader.dataset, batch_size, batches, host.ranks.rank)
     works: dict[Candidate, TrainingWork] = {}
     for candidate in candidates:
-        policy = replace(split_policy, size=_split_size(candidate), limit=TokenLimit())
+        policy = replace(split_policy, size=_split_size(candidate), limit=TokenLimit(split_policy.limit.bound))
         works[candidate] = TrainingWork(host, Splitter(host, policy))
-    runners = {each: StepRunner(work, TokenLimit(), parallel_of(host), recovers=False) for each, work in works.items()}
+    runners = {each: StepRunner(work, parallel_of(host), recovers=False) for each, work in works.items()}
     seen: list[list[list[Sample]]] = []
     warm: set[Candidate] = set()
 
@@ -152,7 +152,7 @@ def _timer_of_steps(
         work.splitter.begin_step()
         if isinstance(candidate, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        parts = runners[candidate].filled_up([part for group in work.split([window], None) for part in group])
+        parts = runners[candidate].filled_up([part for group in work.split([window]) for part in group])
         if candidate not in warm:  # allocating memory and choosing kernels are paid for once
             warm.add(candidate)
             if seconds_of(candidate, parts if host.is_compiled else parts[:1]) is None:  # shapes may be compiled each

@@ -39,7 +39,7 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     batch_key = "batch_size"
 
     def __init__(self, host: Host, find_batch_dependent_module: Callable[[], str | None] = lambda: None) -> None:
-        self.device, self.state = host.device, State(host.models)
+        self.device, self.state, self.limit = host.device, State(host.models), TokenLimit()
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
 
@@ -173,4 +173,4 @@ def parallel_of(host: Host, collectives: MicroBatchCollectives | None = None) ->
 def run_once(host: Host, runs: Sequence[Callable[[], Sums]]) -> Outcome[Sums]:
     """Run parts up to the first that runs out of memory on any rank, as :meth:`StepRunner.run_once` does."""
     work = RecipeWork[Any, Sums](host)
-    return StepRunner(work, TokenLimit(), parallel_of(host), recovers=False).run_once(runs)
+    return StepRunner(work, parallel_of(host), recovers=False).run_once(runs)

@@ -95,7 +95,7 @@ class Session:
             restore(stored, host, split_policy)
             self._validation_limit.load_state_dict(stored["validation_limit"])
 
-        split_policy.capacity, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
+        split_policy.limit.bound, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
         size = probed.sizes.micro_batch_size
         if isinstance(size, Explore):
             size = explore_micro_batch_size(host, run, controller, split_policy, stored, report)
@@ -122,7 +122,7 @@ class Session:
         remedy = "leave micro_batch_size null and set a smaller batch_size, or take a loss that is a mean over tokens"
         audit = Audit(work, host.ranks, remedy, settings.audit_every) if is_audited else None
         runner = StepRunner(
-            work, split_policy.limit, parallel_of(host), audit=audit, recovers=recovers,
+            work, parallel_of(host), audit=audit, recovers=recovers,
             largest_that_ran=settled.probed.tokens,
         )  # fmt: skip
 

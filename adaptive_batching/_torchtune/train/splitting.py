@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -43,8 +43,7 @@ class SplitPolicy:
     """The way in which batches are split, and what has been learned about it while training."""
 
     size: SplitSize = field(default_factory=Whole)
-    capacity: int | None = None  # padded tokens of a forward, where memory bounds it; a multimodal sample is one token
-    samples_at_longest: int | None = None  # that are as many tokens
+    samples_at_longest: int | None = None  # in a forward, where memory bounds it
     limit: TokenLimit = field(default_factory=TokenLimit)
     row_size: RowSize = field(default_factory=RowSize)
     balances_ranks: bool = False  # where batches are split by length
@@ -58,10 +57,7 @@ class SplitPolicy:
 
     @property
     def rule(self) -> SplitRule:
-        if not isinstance(self.size, ByLength):
-            return SplitRule(self.most_samples)
-        assert self.capacity is not None, "split by length without a probe"
-        return SplitRule(max_tokens=self.capacity)
+        return SplitRule(by_length=True) if isinstance(self.size, ByLength) else SplitRule(self.most_samples)
 
 
 class Splitter:
@@ -120,11 +116,9 @@ class Splitter:
         weights = {self._weight_of_term(batch) for batch in window}
         samples = [sample for batch in window for sample in batch]
         weight = weights.pop() if len(weights) == 1 else None
-        sizes, learned = self._sizes(samples), self.limit.max_tokens
-        rule = self._rule(sizes)
-        assert rule.max_tokens is not None
-        limit = rule.max_tokens if learned is None else min(learned, rule.max_tokens)
-        lists = sharing.parts(samples, sizes, weight, limit, forward_cost=rule.forward_cost, pads=not self._makes_rows)
+        sizes, cost = self._sizes(samples), self._split_policy.rule.forward_cost
+        limit = self._most_tokens(sizes)
+        lists = sharing.parts(samples, sizes, weight, limit, forward_cost=cost, pads=not self._makes_rows)
         if lists is None:
             return None
         assert weight is not None
@@ -163,16 +157,16 @@ class Splitter:
         size = self._objective.size_in_row if self._makes_rows else self._objective.size
         return [size(sample) for sample in samples]
 
-    def _rule(self, sizes: Sequence[int]) -> SplitRule:
-        rule = self._split_policy.rule
-        if not self._makes_rows or rule.max_tokens is None:
-            return rule
-        row = self._split_policy.row_size.tokens(min(sum(sizes), rule.max_tokens))
-        return replace(rule, max_tokens=min(row, rule.max_tokens))  # also above the sum: others' samples may come
+    def _most_tokens(self, sizes: Sequence[int]) -> int | None:
+        """Return the most tokens of a part of samples of these sizes."""
+        limit = self.limit.max_tokens
+        if limit is None or not self._makes_rows:
+            return limit
+        return self._split_policy.row_size.tokens(sum(sizes), limit)
 
     def _parts(self, batch: list[Sample]) -> list[list[Sample]]:
-        sizes, limit = self._sizes(batch), self.limit.max_tokens
-        split = split_samples(sizes, self._rule(sizes), limit, pads=not self._makes_rows)
+        sizes = self._sizes(batch)
+        split = split_samples(sizes, self._split_policy.rule, self._most_tokens(sizes), pads=not self._makes_rows)
         if (known := self._compiled_sizes) is not None:
             pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
             if len(pieces) > len(split) and not self._said_that_sizes_are_few:

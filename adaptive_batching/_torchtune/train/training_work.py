@@ -29,14 +29,14 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         together: bool = False,
     ) -> None:
         super().__init__(host, find_batch_dependent_module)
-        self.splitter, self.together = splitter, together
+        self.splitter, self.together, self.limit = splitter, together, splitter.limit
         self._last: list[Sample] = []  # batch that was split
 
     def begin(self) -> None:
         super().begin()
         self.splitter.begin_step()
 
-    def split(self, groups: Sequence[list[list[Sample]]], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
+    def split(self, groups: Sequence[list[list[Sample]]]) -> Iterator[list[MicroBatch]]:
         batches = [batch for group in groups for batch in group]
         self._last = batches[0]
         if self.together:
@@ -78,7 +78,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         self.splitter.timer.forget()
 
     def shorter(self, part: MicroBatch) -> str:
-        is_split = self._host.steps_in_backward and self.splitter.limit.max_tokens is not None
+        is_split = self._host.steps_in_backward and self.splitter.limit.learned is not None
         held = f", on top of {size_of_gradients(self._host)} of gradients that a split batch has to hold"
         return f"{held if is_split else ''}{super().shorter(part)}"
 

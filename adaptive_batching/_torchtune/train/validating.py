@@ -106,12 +106,12 @@ class ValidationWork(RecipeWork[list[Sample], Sums]):
 
     def __init__(self, host: Host, splitter: Splitter, filler: Sample) -> None:
         super().__init__(host, functools.cache(partial(batch_dependent_module, host)))  # in evaluation mode
-        self._splitter, self._filler = splitter, filler
+        self._splitter, self._filler, self.limit = splitter, filler, splitter.limit
 
     def parameters(self) -> list[nn.Parameter]:
         return []  # gradients are training's
 
-    def split(self, groups: Sequence[list[Sample]], max_tokens: int | None) -> Iterator[list[MicroBatch]]:
+    def split(self, groups: Sequence[list[Sample]]) -> Iterator[list[MicroBatch]]:
         """Yield micro-batches that weigh as much as they have targets."""
         [samples] = groups
         longest_first = sorted(samples, key=self._host.objective.size, reverse=True)
@@ -168,12 +168,12 @@ class Validation:
         split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:
             # A forward alone takes less memory than a training step, so that it needs no probe of its own.
-            split_policy.size, split_policy.capacity = ByLength(), probed.tokens
+            split_policy.size, limit.bound = ByLength(), probed.tokens
             tokens = probed.tokens
         self._logs_peak_memory = run.logs_peak_memory
         self._peaks: dict[str, float] = {}
         self._runner = StepRunner(
-            ValidationWork(host, Splitter(host, split_policy), self._objective.filler([sample])), limit,
+            ValidationWork(host, Splitter(host, split_policy), self._objective.filler([sample])),
             parallel_of(host, self._record_forward()), recovers=recovers, largest_that_ran=tokens,
         )  # fmt: skip
 
