@@ -23,8 +23,8 @@ if _typing.TYPE_CHECKING:
     from adaptive_batching._growth.controller import BatchController, FixedAccumulation, KeepGlobal
     from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
     from adaptive_batching._loop.step import AdaptiveStep
-    from adaptive_batching._memory import memory_meter
-    from adaptive_batching._out_of_memory import is_out_of_memory
+    from adaptive_batching._memory.meter import memory_meter
+    from adaptive_batching._memory.out_of_memory import is_out_of_memory
     from adaptive_batching._probe.does_not_fit import DoesNotFitError
     from adaptive_batching._probe.find import find_maximum_batch_size
     from adaptive_batching._probe.sizes import ProbeResult
@@ -38,8 +38,8 @@ _DEFINED_IN = {
     "_growth.controller": ["BatchController", "FixedAccumulation", "KeepGlobal"],
     "_growth.increase": ["GrowthState", "IncreaseFunction", "IncreaseFunctionError"],
     "_loop.step": ["AdaptiveStep"],
-    "_memory": ["memory_meter"],
-    "_out_of_memory": ["is_out_of_memory"],
+    "_memory.meter": ["memory_meter"],
+    "_memory.out_of_memory": ["is_out_of_memory"],
     "_probe.does_not_fit": ["DoesNotFitError"],
     "_probe.find": ["find_maximum_batch_size"],
     "_probe.sizes": ["ProbeResult"],

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._tensors import hash_of, is_plain, plain_parts, same_bits, size_of, version_of
 from adaptive_batching._values import ConfigError
 

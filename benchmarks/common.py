@@ -121,7 +121,7 @@ def write_report(
         quiet: Print nothing.
         device_name: For a process that must not ask the device, as one that is to be forked.
     """
-    from adaptive_batching._memory import memory_meter
+    from adaptive_batching._memory.meter import memory_meter
 
     name = device_name or memory_meter("cuda" if device == "emulated" else device).device_name
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)

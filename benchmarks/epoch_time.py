@@ -49,7 +49,7 @@ from omegaconf import OmegaConf
 from timed_epoch import time_epoch
 from torchtune import config
 
-from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._memory.meter import MemoryMeter, memory_meter
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.row_size import RowSize

@@ -47,12 +47,12 @@ from common import Recipe, write_report
 from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
+from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._torchtune.cli.quickstart import Architecture, build
-from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent

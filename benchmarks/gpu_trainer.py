@@ -40,7 +40,7 @@ from trainer_vs_peers import (
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 from adaptive_batching import is_out_of_memory
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 STOCK = "Trainer"

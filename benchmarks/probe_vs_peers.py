@@ -54,10 +54,10 @@ from torchtune import modules, training
 from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from adaptive_batching._caching_allocator import num_allocation_retries
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import memory_meter
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.caching_allocator import num_allocation_retries
+from adaptive_batching._memory.meter import memory_meter
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizing import ProbeRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._step.row_size import RowSize
 
 

@@ -71,8 +71,8 @@ from transformers import (
 )
 
 from adaptive_batching import AdaptiveBatchingError, is_out_of_memory
+from adaptive_batching._memory.unused_memory import keep_freed_memory_on_the_host, keep_little_on_the_host
 from adaptive_batching._transformers.row_of_samples import RowAttention
-from adaptive_batching._unused_memory import keep_freed_memory_on_the_host, keep_little_on_the_host
 from adaptive_batching.attention import SampleBounds
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 

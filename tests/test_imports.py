@@ -18,30 +18,25 @@ SITE = "sitecustomize.py"  # imported by every Python process of a command that 
 MODULES = sorted(PACKAGE.glob("**/*.py"))
 CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.relative_to(PACKAGE).parts)]
 TRAIN = "adaptive_batching._torchtune.train."
-MEMORY = {"caching_allocator", "memory", "out_of_memory", "unused_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "attention": {"device"},
     "values": set(),
-    "caching_allocator": set(),
     "config": {"values"},
-    "dry_run": {"caching_allocator", "report", "shortage", "values"},
+    "dry_run": {"memory", "report", "values"},
     "environment": {"ranks", "values"},
     "device": set(),
     "evidence": {"device", "tensors", "without_chance"},
-    "memory": {"caching_allocator", "unused_memory"},
-    "out_of_memory": set(),
+    "memory": {"values"},
     "patches": set(),
-    "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
-    "ranks": {"out_of_memory", "values"},
+    "public": {"config", "growth", "loop", "memory", "probe", "values"},
+    "ranks": {"memory", "values"},
     "growth": {"values"},
-    "loop": {"config", "device", "evidence", "probe", "ranks", "state", "step", "values"} | MEMORY,
-    "probe": {"config", "device", "growth", "ranks", "state", "undeclared", "values"} | MEMORY,
+    "loop": {"config", "device", "evidence", "memory", "probe", "ranks", "state", "step", "values"},
+    "probe": {"config", "device", "growth", "memory", "ranks", "state", "undeclared", "values"},
     "report": {"growth", "step", "probe", "values"},
-    "shortage": {"values"},
-    "state": {"device", "tensors", "values"} | MEMORY,
-    "step": {"device", "evidence", "probe", "ranks", "shortage", "state", "undeclared", "values"} | MEMORY,
-    "unused_memory": {"out_of_memory"},
+    "state": {"device", "memory", "tensors", "values"},
+    "step": {"device", "evidence", "memory", "probe", "ranks", "state", "undeclared", "values"},
     "tensors": {"values"},
     "undeclared": {"state", "tensors"},
     "without_chance": set(),
@@ -49,7 +44,8 @@ MAY_IMPORT = {
 PURE = {
     room + name
     for room, names in {
-        "": "config patches shortage values",
+        "": "config patches values",
+        "memory/": "host_limits shortage",
         "dry_run/": "answer calibration cards compared ends history largest picture process_work times verdict",
         "dry_run/device/": "__init__ control",
         "dry_run/time/": "forecast seconds step_work",

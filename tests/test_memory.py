@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaptive_batching import _unused_memory
-from adaptive_batching._caching_allocator import (
+from adaptive_batching._memory import unused_memory
+from adaptive_batching._memory.caching_allocator import (
     _ALLOCATOR_VARIABLES,
     allocator_advice,
     workspace_bytes,
 )
-from adaptive_batching._memory import CpuMeter, MemoryMeter, _status, memory_meter
-from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
-from adaptive_batching._unused_memory import (
+from adaptive_batching._memory.host_limits import status
+from adaptive_batching._memory.meter import CpuMeter, MemoryMeter, memory_meter
+from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.unused_memory import (
     keep_freed_memory_on_the_host,
     keep_little_on_the_host,
     release_cached_memory,
@@ -223,7 +224,7 @@ def test_pinned_memory_that_a_step_took_is_given_back(
     device = SimpleNamespace(empty_cache=lambda: given_back.append("device"))
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append("host"), raising=False)
-    monkeypatch.setattr(_unused_memory, "forget_failed_backward", lambda device: None)  # there is no such device
+    monkeypatch.setattr(unused_memory, "forget_failed_backward", lambda device: None)  # there is no such device
     release_cached_memory(SimpleNamespace(type=device_type))  # type: ignore[arg-type]
     assert given_back == ["device", "host"][: 1 + pins]
 
@@ -273,7 +274,7 @@ def test_in_a_process_with_a_limit_what_that_counts_is_measured(limited: None) -
     meter = CpuMeter()
     meter.reset_peak()
     before = meter.used_bytes()
-    above = _status("VmPeak") - _status("VmSize") + 300 * MIB
+    above = status("VmPeak") - status("VmSize") + 300 * MIB
     # Other tests may have had more of the address space than there is memory: the kernel must not set it aside here.
     untouched = mmap.mmap(-1, above, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     assert meter.used_bytes() - before >= above

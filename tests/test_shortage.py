@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive_batching._shortage import LongerSample, Shortage, StepStarts, cause_of, read_message
+from adaptive_batching._memory.shortage import LongerSample, Shortage, StepStarts, cause_of, read_message
 
 MIB, GIB = 2**20, 2**30
 MESSAGE = (

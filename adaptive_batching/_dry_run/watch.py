@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from adaptive_batching._caching_allocator import allocator_advice, workspace_bytes
 from adaptive_batching._dry_run import FOLDER, STEPS, TIME
 from adaptive_batching._dry_run.device import control
 from adaptive_batching._dry_run.device.values import ran
@@ -53,7 +52,8 @@ from adaptive_batching._dry_run.history import (
 )
 from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import ScriptNotes, is_rehearsing, stack_of
-from adaptive_batching._shortage import Shortage, StepStarts, cause_of
+from adaptive_batching._memory.caching_allocator import allocator_advice, workspace_bytes
+from adaptive_batching._memory.shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
 MOST_FRAMES = 40  # of a stack that are told

@@ -25,7 +25,8 @@ from adaptive_batching._loop.samples import (
     device_of,
     run_forward,
 )
-from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
@@ -37,7 +38,6 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.sharing import Sharing, gathered
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part
-from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from adaptive_batching._loop.samples import (
     device_of,
     run_forward,
 )
-from adaptive_batching._memory import memory_meter
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.meter import memory_meter
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import LARGEST_TRIED, find_largest
 from adaptive_batching._probe.probed_step import TrainingStep

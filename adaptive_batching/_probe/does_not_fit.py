@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from adaptive_batching._caching_allocator import allocator_advice
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._memory.caching_allocator import allocator_advice
+from adaptive_batching._memory.meter import MemoryMeter, memory_meter
 from adaptive_batching._probe.paged_states import move_to_host
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._ranks.agree import ALONE, Ranks

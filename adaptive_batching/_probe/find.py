@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._caching_allocator import allocator_advice
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.caching_allocator import allocator_advice
+from adaptive_batching._memory.meter import MemoryMeter, memory_meter
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
+from adaptive_batching._memory.unused_memory import keep_freed_memory_on_the_host, little_to_collect
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
     explain,
@@ -35,7 +36,6 @@ from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._state import State
-from adaptive_batching._unused_memory import keep_freed_memory_on_the_host, little_to_collect
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)

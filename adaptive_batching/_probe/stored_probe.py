@@ -19,7 +19,7 @@ from torch import nn
 
 import adaptive_batching
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter
+from adaptive_batching._memory.meter import MemoryMeter
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._values import memory_size

@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._memory import MemoryMeter, free_host_bytes
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.meter import MemoryMeter, free_host_bytes
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
+from adaptive_batching._memory.unused_memory import keep_little_on_the_host
 from adaptive_batching._probe.paged_states import make_paged_states, set_to_zero
 from adaptive_batching._probe.probed_step import TrainingStep, has_states, trainable
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._state import Saved, State
 from adaptive_batching._undeclared import reporting
-from adaptive_batching._unused_memory import keep_little_on_the_host
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_size
 
 log = logging.getLogger(__name__)

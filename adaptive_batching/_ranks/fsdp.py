@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import ONLY_HERE
 from adaptive_batching._values import AdaptiveBatchingError
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._values import ConfigError

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from adaptive_batching._caching_allocator import allocator_advice, bytes_in_use
 from adaptive_batching._device import RandomState
-from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.caching_allocator import allocator_advice, bytes_in_use
+from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.shortage import LongerSample, StepStarts, cause_of, read_message
+from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
-from adaptive_batching._shortage import LongerSample, StepStarts, cause_of, read_message
 from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.work import P, R, Samples, Work
-from adaptive_batching._unused_memory import release_cached_memory
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from adaptive_batching._caching_allocator import num_allocation_retries
+from adaptive_batching._memory.caching_allocator import num_allocation_retries
 from adaptive_batching._state import State
 from adaptive_batching._step.limits import TokenLimit
 

@@ -22,8 +22,8 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import AskedOnce, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._memory import memory_meter
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.meter import memory_meter
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, memory_budget
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import TRAINER, ProbeRequest, Sizes, Sizing, size_up

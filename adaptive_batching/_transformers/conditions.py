@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter
+from adaptive_batching._memory.meter import MemoryMeter
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.stored_probe import (
     Conditions,

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 
 from adaptive_batching._evidence import Losses, error_of_sum, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -36,7 +37,6 @@ from adaptive_batching._transformers.handed_out import (
     unheard,
 )
 from adaptive_batching._transformers.older_versions import declared_as_scaled, shifts_labels
-from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 from adaptive_batching._without_chance import WithoutChance
 

@@ -17,7 +17,7 @@ from tqdm.std import tqdm
 from transformers import TrainerCallback
 
 from adaptive_batching._device import Arrival, device_name
-from adaptive_batching._memory import PeakSoFar
+from adaptive_batching._memory.meter import PeakSoFar
 from adaptive_batching._report.about import about
 from adaptive_batching._report.events import FOLDER, StepCost
 from adaptive_batching._report.record import Report

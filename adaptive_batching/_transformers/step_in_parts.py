@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from adaptive_batching import _state
 from adaptive_batching._evidence import gradient_error
 from adaptive_batching._loop.samples import SampleWork, collated
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.step import clip_and_step
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
+from adaptive_batching._memory.unused_memory import little_to_collect
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
@@ -34,7 +35,6 @@ from adaptive_batching._transformers.handed_out import (
 from adaptive_batching._transformers.row_of_samples import RowAttention
 from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
-from adaptive_batching._unused_memory import little_to_collect
 
 _OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
 """Attributes of a model by which Accelerate casts what goes in and comes out, and knows that it does.

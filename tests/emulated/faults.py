@@ -16,7 +16,7 @@ import torch
 
 from adaptive_batching._dry_run.device import control
 from adaptive_batching._dry_run.device.control import Counters
-from adaptive_batching._out_of_memory import forget_frames
+from adaptive_batching._memory.out_of_memory import forget_frames
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.stock.data import index_of

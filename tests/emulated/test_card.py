@@ -9,7 +9,7 @@ import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._dry_run.device import control
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget, within_memory_limit
 
 MIB, GIB = 2**20, 2**30

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from adaptive_batching._dry_run.device import control
+from adaptive_batching._memory.unused_memory import little_to_collect, release_cached_memory
 from adaptive_batching._ranks.agree import ALONE
-from adaptive_batching._unused_memory import little_to_collect, release_cached_memory
 from tests.step.test_left_behind import WAYS, Branches
 from tests.support.toy_work import run_parts
 

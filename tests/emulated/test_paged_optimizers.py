@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._dry_run.device import control
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep

@@ -20,8 +20,9 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batching._memory import CpuMeter, _status
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.host_limits import status
+from adaptive_batching._memory.meter import CpuMeter
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.stored_probe import StoredProbe
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.probing import Probe
@@ -40,11 +41,11 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
     """In place of the recipe's: sets the limit just before it."""
     host = probe.host
     CpuMeter().release()
-    state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
-    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
+    state, before, data_before = snapshot(host), status("RssAnon"), status("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + extra_mib * MIB, -1))
     found: StoredProbe = find(probe)
     result = found.result
-    after = _status("RssAnon")
+    after = status("RssAnon")
     states = [state for optimizer in host.optimizers for state in optimizer.state.values()]
     unchanged = all(map(torch.equal, state, snapshot(host))) and not states
 

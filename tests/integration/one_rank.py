@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
-from adaptive_batching._unused_memory import release_cached_memory
 from tests.integration.faults import disarm, full_model, plan
 from tests.support.toy_work import run_parts
 

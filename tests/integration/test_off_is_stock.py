@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from adaptive_batching import ConfigError
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._torchtune.stock.loading import stock_recipe
 from adaptive_batching.torchtune import NextToken, Watcher, recipe
 from tests.conftest import QUICKSTART, RECIPES, TuneRun, assert_same_weights, small_run

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import CpuMeter
+from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._probe.does_not_fit import require_room
 from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._torchtune.train.growing import what_keeps_global_batch

@@ -25,7 +25,8 @@ from unittest import mock
 
 import pytest
 
-from adaptive_batching._memory import CpuMeter, _status
+from adaptive_batching._memory.host_limits import status
+from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._report.events import read_events
 from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train import probing, session
@@ -115,7 +116,7 @@ def watched(case: Case) -> Iterator[list[tuple[int, list[Any]]]]:
     def limit() -> None:
         while to_set:
             CpuMeter().release()
-            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + to_set.pop() * MIB, -1))
+            resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + to_set.pop() * MIB, -1))
 
     def limited_probe(*arguments: Any) -> Any:
         limit()

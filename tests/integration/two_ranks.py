@@ -30,7 +30,8 @@ from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
 from adaptive_batching._growth.increase import IncreaseFunction
-from adaptive_batching._memory import CpuMeter, _status
+from adaptive_batching._memory.host_limits import status
+from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._probe.sizes import Measurement, ProbeResult
 from adaptive_batching._probe.stored_probe import Conditions, StoredProbe
 from adaptive_batching._ranks import agree
@@ -330,7 +331,7 @@ def limit_memory(extra_mib: int) -> None:
     tame_malloc()
     CpuMeter().release()
     if RANK == 1:
-        resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
+        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + extra_mib * MIB, -1))
 
 
 def runs_within_memory(run: Runner) -> None:

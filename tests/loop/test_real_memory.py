@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from adaptive_batching import AdaptiveStep, memory_meter
-from adaptive_batching._memory import _status
+from adaptive_batching._memory.host_limits import status
 from tests.conftest import ROOT
 from tests.support.alike_samples import trained_alike
 from tests.support.environment import TAME_MALLOC
@@ -77,7 +77,7 @@ def train(data: list[Sample], *, limited: bool) -> dict[str, Any]:
     step(data[1:3])  # makes the optimizer's states, and loads libraries
     memory_meter("cpu").release()
     if limited:
-        resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + ALLOWED, -1))
+        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + ALLOWED, -1))
     losses = [step(data[start : start + 16]).item() for start in range(0, len(data), 16)]
     return {"losses": losses, "recoveries": step.num_recoveries}
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching import _state as state_module
-from adaptive_batching._memory import CpuMeter
+from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.trial import Trial

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from adaptive_batching import AdaptiveStep
-from adaptive_batching._memory import CpuMeter
+from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._probe.trial import Trial
 from tests.probe.test_trial import BUDGET, training_step
 

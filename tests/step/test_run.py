@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import GroupError, Ranks
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
 from tests.integration.faults import Wait

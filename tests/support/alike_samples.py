@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adaptive_batching import AdaptiveStep, memory_meter
-from adaptive_batching._memory import _status
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.host_limits import status
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from tests.conftest import ROOT
 from tests.support.environment import TAME_MALLOC
 from tests.support.garbage import quicken_collections
@@ -112,7 +112,7 @@ HOSTS: dict[str, Any] = {"loop": Loop, "trainer": OfTrainer}
 def limit_to(num_bytes: int) -> None:
     """Let this process take so much more."""
     memory_meter("cpu").release()
-    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + num_bytes, -1))
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + num_bytes, -1))
 
 
 def runs_out_of_memory(run: Callable[[], object]) -> bool:

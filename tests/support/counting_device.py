@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._memory import MemoryMeter
+from adaptive_batching._memory.meter import MemoryMeter
 from adaptive_batching._probe.probed_step import TrainingStep
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -24,7 +24,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 import adaptive_batching
 from adaptive_batching._config import as_overrides
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
 from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings

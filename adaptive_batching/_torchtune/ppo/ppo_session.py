@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter
+from adaptive_batching._memory.meter import MemoryMeter
+from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
@@ -40,7 +41,6 @@ from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._torchtune.train.training_work import TrainingWork
-from adaptive_batching._unused_memory import release_cached_memory
 from adaptive_batching._values import Explore
 
 log = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ import logging
 from functools import partial
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory.unused_memory import release_workspaces
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why_not_drained
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.gradients import forward_backward
-from adaptive_batching._unused_memory import release_workspaces
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.limits import TokenLimit

@@ -13,7 +13,7 @@ import torch
 from torchtune import training as stock_training
 from tqdm import tqdm
 
-from adaptive_batching._memory import PeakSoFar, memory_meter
+from adaptive_batching._memory.meter import PeakSoFar, memory_meter
 from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.summary import columns
 from adaptive_batching._step.runner import StepRunner

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._memory.meter import MemoryMeter, memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.sizes import ProbeResult

@@ -20,6 +20,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
 from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._memory.unused_memory import keep_little_on_the_host, little_to_collect
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
@@ -36,7 +37,6 @@ from adaptive_batching._torchtune.train.session import Session
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.train.stock_config import cannot_be_loaded, in_short
 from adaptive_batching._torchtune.train.validating import check_validation, hold_out
-from adaptive_batching._unused_memory import keep_little_on_the_host, little_to_collect
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)

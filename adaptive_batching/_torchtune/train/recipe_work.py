@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives
 from adaptive_batching._state import State

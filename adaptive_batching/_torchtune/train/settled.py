@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import random_state, set_random_state
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._probe.does_not_fit import require_room
 from adaptive_batching._probe.sizing import Sizing
 from adaptive_batching._report.record import Report

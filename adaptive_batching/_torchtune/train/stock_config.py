@@ -16,7 +16,7 @@ from torchtune.config._errors import ConfigError as NotWellFormed
 from torchtune.config._errors import InstantiationError
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.train.settings import FIELDS
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line, nearest_path

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from adaptive_batching import _state
-from adaptive_batching._caching_allocator import num_allocation_retries
+from adaptive_batching._memory.caching_allocator import num_allocation_retries
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Sums

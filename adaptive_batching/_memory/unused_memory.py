@@ -6,12 +6,12 @@ import contextlib
 import ctypes
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 import torch
 
-from adaptive_batching._out_of_memory import forget_failed_backward
+from adaptive_batching._memory.host_limits import process_limits
+from adaptive_batching._memory.out_of_memory import forget_failed_backward
 
 _keeps_freed_memory = False  # on the host, again, after it had been told to keep little
 
@@ -90,14 +90,3 @@ def _tell_glibc(*, mmap_threshold: int, trim_threshold: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in ((-3, mmap_threshold), (-1, trim_threshold), (-8, 1)):  # the last is M_ARENA_MAX
             mallopt(parameter, value)
-
-
-def process_limits() -> list[tuple[str, int]]:
-    """Return (what it counts, bytes) for each resource limit set on this process's memory; none outside Linux."""
-    if sys.platform != "linux":
-        return []
-    import resource
-
-    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-    limited = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
-    return [(counted, limit) for counted, limit in limited if limit >= 0]  # -1: unlimited

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptive_batching._caching_allocator import (
-    num_allocation_retries,
-    settings_in_environment,
-)
-from adaptive_batching._unused_memory import process_limits, release_cached_memory
+from adaptive_batching._memory.caching_allocator import num_allocation_retries, settings_in_environment
+from adaptive_batching._memory.host_limits import cgroup_limits, process_limits, status
+from adaptive_batching._memory.unused_memory import release_cached_memory
 
 # As docs/will-it-fit.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
@@ -146,35 +144,35 @@ class CpuMeter(MemoryMeter):
 
     @property
     def total_bytes(self) -> int:
-        limits = [*(limit for _, limit in process_limits()), *(limit for limit, _ in _cgroup_limits())]
-        return min([_status("MemTotal", "/proc/meminfo"), *limits])
+        limits = [*(limit for _, limit in process_limits()), *(limit for limit, _ in cgroup_limits())]
+        return min([status("MemTotal", "/proc/meminfo"), *limits])
 
     def used_bytes(self) -> int:
         # Excludes the pages of files, such as libraries, which the kernel can drop.
-        return _status("VmData") if self._counts_data else _status("RssAnon")
+        return status("VmData") if self._counts_data else status("RssAnon")
 
     def free_bytes(self) -> int:
-        cgroup = [limit - used for limit, used in _cgroup_limits()]
+        cgroup = [limit - used for limit, used in cgroup_limits()]
         # All processes of a launch share the host; torchrun sets their number.
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        shared = min(_status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // processes
-        return max(min([shared, *(limit - _status(counted) for counted, limit in process_limits())]), 0)
+        shared = min(status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // processes
+        return max(min([shared, *(limit - status(counted) for counted, limit in process_limits())]), 0)
 
     def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS (Linux, proc_pid_clear_refs(5))
-        self._file_pages = _status("VmRSS") - _status("RssAnon")
-        self._virtual_peak = _status("VmPeak")
-        self._at_reset = _status("VmData") - _status("RssAnon")
+        self._file_pages = status("VmRSS") - status("RssAnon")
+        self._virtual_peak = status("VmPeak")
+        self._at_reset = status("VmData") - status("RssAnon")
 
     def peak_bytes(self) -> int:
-        resident = _status("VmHWM") - self._file_pages
+        resident = status("VmHWM") - self._file_pages
         if not self._counts_data:
             return resident
         # The kernel tracks no peak of data, and its peak of the address space cannot be reset. If that peak has risen,
         # its excess over the current size applies to the data as well. Otherwise, resident memory has to do.
-        virtual_peak = _status("VmPeak")
-        above = virtual_peak - _status("VmSize") if virtual_peak > self._virtual_peak else 0
-        return max(self._at_reset + resident, _status("VmData") + above)
+        virtual_peak = status("VmPeak")
+        above = virtual_peak - status("VmSize") if virtual_peak > self._virtual_peak else 0
+        return max(self._at_reset + resident, status("VmData") + above)
 
     def peak_allocated_bytes(self) -> int:
         return self.peak_bytes()
@@ -192,7 +190,7 @@ class CpuMeter(MemoryMeter):
         import resource  # not on Windows
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        allowed = _status("VmData") + max(num_bytes - self.used_bytes(), 0)
+        allowed = status("VmData") + max(num_bytes - self.used_bytes(), 0)
         resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *(v for v in (soft, hard) if v >= 0)]), hard))
         try:
             yield
@@ -226,32 +224,3 @@ class PeakSoFar:
 def free_host_bytes() -> int:
     """Return the host memory in bytes that this process could take now; 2**62 if the system does not report it."""
     return CpuMeter().free_bytes() if Path("/proc/meminfo").exists() else 2**62
-
-
-def _status(key: str, path: str = "/proc/self/status") -> int:
-    """Return the bytes that Linux reports of this process under ``key``."""
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(f"{path} has no {key}")
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """Return (limit, bytes in use) of each cgroup (version 2) that limits this process.
-
-    Those in use exclude file pages that the kernel can drop.
-    """
-    root = Path("/sys/fs/cgroup")
-    try:
-        line = next(li for li in Path("/proc/self/cgroup").read_text().splitlines() if li.startswith("0::"))
-    except (OSError, StopIteration):
-        return []
-    group = root / line.removeprefix("0::").lstrip("/")
-    limited = []
-    for folder in (group, *group.parents):
-        limit = folder / "memory.max"
-        if folder.is_relative_to(root) and limit.exists() and limit.read_text().strip() != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            limited.append((int(limit.read_text()), used))
-    return limited
