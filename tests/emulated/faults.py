@@ -20,8 +20,7 @@ from adaptive_batching._memory.out_of_memory import forget_frames
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.stock.data import index_of
-from adaptive_batching._torchtune.train.loop import TrainingLoop
-from adaptive_batching._torchtune.train.training_run import TrainingRun
+from adaptive_batching._torchtune.train.run import TrainingLoop, TrainingRun
 from tests.support.overrides import RECOVER
 
 WARM = 2  # steps, of which the first makes the states of the optimizer

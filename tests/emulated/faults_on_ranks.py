@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from adaptive_batching._dry_run.device import control
 from adaptive_batching._torchtune.stock.loading import load_stock
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import QUICKSTART, small_run
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, sample_of
 from tests.integration.two_ranks import in_the_group_of_this_launch

@@ -17,7 +17,7 @@ from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams, why_not_in_rows
 from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.stock.objective import Batch
-from adaptive_batching._torchtune.train.gradients import to_device
+from adaptive_batching._torchtune.train.recipe_work import to_device
 
 LAYERS = 4
 SIZES: dict[str, Any] = {

@@ -22,7 +22,7 @@ from adaptive_batching import AdaptiveStep
 from adaptive_batching._dry_run.device import control
 from adaptive_batching._torchtune.cli.dry_run import load_zeros
 from adaptive_batching._torchtune.stock.data import index_of
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
 from tests.emulated.test_probe import CONFIGS

@@ -74,7 +74,7 @@ def main() -> None:
     from torchtune._cli.tune import main as tune
 
     from adaptive_batching._step.forward_times import ForwardTimes
-    from adaptive_batching._torchtune.train.loop import TrainingLoop
+    from adaptive_batching._torchtune.train.run import TrainingLoop
 
     # How large a forward has to be depends on the speed of the machine: this is to see what fits.
     ForwardTimes.enough = lambda self: None  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
 from adaptive_batching._torchtune.stock.data import Sample, index_of
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import RECOVER

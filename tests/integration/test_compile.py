@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import QUICKSTART, ROOT, Run, TuneRun, assert_close, small_run
 from tests.support.records import events
 

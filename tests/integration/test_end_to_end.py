@@ -12,8 +12,8 @@ from torch import nn
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.stock.objective import Batch, Sums
-from adaptive_batching._torchtune.train.loop import TrainingLoop
 from adaptive_batching._torchtune.train.rows import lay_end_to_end
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from adaptive_batching.torchtune import AdaptiveBatching
 from tests.conftest import Run, TuneRun, assert_close
 from tests.integration.faults import disarm, plan

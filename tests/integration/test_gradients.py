@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
-from adaptive_batching._torchtune.train.loop import TrainingLoop
-from adaptive_batching._torchtune.train.recipe_work import run_once, runs_of
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
+from adaptive_batching._torchtune.train.recipe_work import MicroBatch, SplitPolicy, Splitter, run_once, runs_of
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from adaptive_batching._values import ByLength, Explore, Fixed, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 from tests.support.overrides import RECOVER, WIDE

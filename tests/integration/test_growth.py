@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaptive_batching._memory.meter import CpuMeter
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.faults import shapes_of_forwards
 from tests.support.overrides import DOUBLE, SGD

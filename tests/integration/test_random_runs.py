@@ -29,8 +29,9 @@ from adaptive_batching._memory.host_limits import status
 from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._report.events import read_events
 from adaptive_batching._torchtune.stock.data import index_of
-from adaptive_batching._torchtune.train import probing, session
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train import probing
+from adaptive_batching._torchtune.train import run as run_of_recipe
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import ARCHITECTURE, QUICKSTART, Run, without_pages
 from tests.integration import faults
 from tests.support.garbage import quicken_collections
@@ -133,7 +134,7 @@ def watched(case: Case) -> Iterator[list[tuple[int, list[Any]]]]:
         finish(loop, epoch, progress)
 
     patched = mock.patch.multiple(TrainingLoop, run=limited_run, _finish_step=noted)
-    with mock.patch.object(session, "find_maximum", limited_probe), patched, without_pages():
+    with mock.patch.object(run_of_recipe, "find_maximum", limited_probe), patched, without_pages():
         yield steps
     resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
 

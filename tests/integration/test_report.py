@@ -11,7 +11,7 @@ import pytest
 
 from adaptive_batching._report.events import read_events
 from adaptive_batching._report.page import write_page
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests import conftest
 from tests.conftest import Run, TuneRun
 from tests.integration.faults import disarm, plan

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching._torchtune.stock.data import Sample, index_of
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
 from tests.support.overrides import VALIDATE

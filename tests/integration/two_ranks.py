@@ -39,9 +39,9 @@ from adaptive_batching._step import sharing
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.share import share_out
 from adaptive_batching._step.split import SplitRule
-from adaptive_batching._torchtune.train import splitting
-from adaptive_batching._torchtune.train.loop import TrainingLoop
+from adaptive_batching._torchtune.train import recipe_work
 from adaptive_batching._torchtune.train.probing import Probe
+from adaptive_batching._torchtune.train.run import TrainingLoop
 from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import QUICKSTART, all_that_fits, small_run, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
@@ -207,7 +207,7 @@ def runs_as_stock(run: Runner) -> None:
 
 def forwards_that_cost(tokens: int) -> Any:
     """Have a forward cost as much as so many tokens."""
-    return mock.patch.object(splitting, "SplitRule", partial(SplitRule, forward_cost=tokens))
+    return mock.patch.object(recipe_work, "SplitRule", partial(SplitRule, forward_cost=tokens))
 
 
 def runs_that_are_cut(run: Runner) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torchtune.training import OffloadActivations
 
 from adaptive_batching._step import runner
-from adaptive_batching._torchtune.train import gradients
+from adaptive_batching._torchtune.train import recipe_work
 from adaptive_batching._torchtune.train.recipe_work import run_once
 from tests.support.hosts import host, next_token
 
@@ -67,8 +67,8 @@ class Copied(torch.Tensor):
 def test_batches_are_copied_without_waiting_for_the_device(device: str, expected: list[str]) -> None:
     Copied.log.clear()
     batch = {"tokens": torch.ones(2, 3).as_subclass(Copied), "images": {"pixels": torch.ones(2).as_subclass(Copied)}}
-    gradients.to_device(batch, torch.device(device))
+    recipe_work.to_device(batch, torch.device(device))
     assert Copied.log == expected * 2
     assert set(batch) == {"tokens", "images"}
     with pytest.raises(ValueError, match="must be a dict or Tensor"):
-        gradients.to_device({"tokens": [1, 2, 3]}, torch.device("cpu"))
+        recipe_work.to_device({"tokens": [1, 2, 3]}, torch.device("cpu"))

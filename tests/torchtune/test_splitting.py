@@ -12,8 +12,8 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.split import length_in_chunks
 from adaptive_batching._torchtune.stock.host import OptimizersInBackward
 from adaptive_batching._torchtune.stock.losses import NextToken
-from adaptive_batching._torchtune.train import splitting
-from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
+from adaptive_batching._torchtune.train import recipe_work
+from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 
@@ -72,7 +72,7 @@ def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
 def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cut(
     in_backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splitting, "compiles_each_size", lambda dataset: True)
+    monkeypatch.setattr(recipe_work, "compiles_each_size", lambda dataset: True)
     splitter = Splitter(
         host(ranks=SimpleNamespace(size=2), backward_optimizers=OptimizersInBackward() if in_backward else None),
         SplitPolicy(),

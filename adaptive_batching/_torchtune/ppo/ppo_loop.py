@@ -22,10 +22,8 @@ from adaptive_batching._torchtune.ppo.rollouts import Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.objective import Sums
-from adaptive_batching._torchtune.train.gradients import apply_gradients
-from adaptive_batching._torchtune.train.splitting import MicroBatch
-from adaptive_batching._torchtune.train.training_run import TrainingRun
-from adaptive_batching._torchtune.train.training_work import TrainingWork
+from adaptive_batching._torchtune.train.recipe_work import MicroBatch, TrainingWork, apply_gradients
+from adaptive_batching._torchtune.train.run import TrainingRun
 
 
 class PPOLoop:

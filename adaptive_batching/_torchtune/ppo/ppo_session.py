@@ -31,16 +31,14 @@ from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHook
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
 from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe
-from adaptive_batching._torchtune.train.settled import (
-    Settled,
+from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter, TrainingWork
+from adaptive_batching._torchtune.train.run import (
+    TrainingRun,
     before_memory_is_short,
     check_that_splitting_is_exact,
     restore,
 )
-from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
-from adaptive_batching._torchtune.train.training_run import TrainingRun
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
-from adaptive_batching._torchtune.train.training_work import TrainingWork
 from adaptive_batching._values import Explore
 
 log = logging.getLogger(__name__)
@@ -66,8 +64,7 @@ class PPOSession:
     ) -> None:
         self.stock, self.host, self.run, self.settings, self.increase = stock, host, run, settings, increase
         self.split_policy = SplitPolicy()
-        self.settled: Settled | None = None  # until it is
-        self._training: TrainingRun | None = None  # until it begins
+        self.training: TrainingRun | None = None  # until it is settled
         self._report, self._stored = report, stored
         self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
         self._rollout_rows: int | None = None  # trajectories that fit in a forward of a rollout, if probed
@@ -105,8 +102,8 @@ class PPOSession:
         split_policy.size = size
 
         growth = Growth(host, run, increase, controller, stored)
-        self.settled = Settled(host, run, probed, split_policy, growth)
-        self.settled.tell(report)
+        self.training = TrainingRun(host, run, settings, probed, split_policy, growth)
+        self.training.tell_plan(report)
 
     def _probe(self, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> tuple[Probed, int]:
         """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
@@ -171,31 +168,31 @@ class PPOSession:
 
     def train(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> None:
         """Train; the record of the run is told what happens before ``watchers`` are."""
-        host, run, stock, settings = self.host, self.run, self.stock, self.settings
-        split_policy, settled, recovers = self.split_policy, self.settled, settings.recover_from_oom is not False
-        assert settled is not None, "settle first"
-        self._training = training = TrainingRun(host, run, hooks, settled.growth, settings, [self._report, *watchers])
+        host, stock, training = self.host, self.stock, self.training
+        assert training is not None, "settle first"
+        recovers = self.settings.recover_from_oom is not False
+        training.attend(hooks, [self._report, *watchers])
 
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(host, checkpoints_activations=True)
         rollout_work = RolloutWork(of_rollout, stock, self._batch_dependent, self._rollout_rows, self._rollout_limit)
         rollout = Rollout(rollout_work, StepRunner(rollout_work, recovers=recovers))
 
-        splitter = Splitter(host, split_policy)
+        splitter = Splitter(host, self.split_policy)
         work = TrainingWork(host, splitter, self._batch_dependent)
-        runner = StepRunner(work, recovers=recovers, largest_that_ran=settled.probed.tokens)
+        runner = StepRunner(work, recovers=recovers, largest_that_ran=training.probed.tokens)
         PPOLoop(training, stock, rollout, work, runner).run()
 
     def note_random_state(self) -> None:
         """Keep the random state for the checkpoint that is saved next."""
-        assert self.settled is not None, "settle first"
-        self.settled.note_random_state()
+        assert self.training is not None, "settle first"
+        self.training.note_random_state()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint that is saved now holds; None before training."""
-        if self.settled is None or self._training is None:
+        """Return what a checkpoint that is saved now holds; None before the run is settled."""
+        if self.training is None:
             return None
-        state = self.settled.state_dict(self._training.global_step)
+        state = self.training.state_dict()
         state["rollout_limit"] = self._rollout_limit.state_dict()
         if self.host.backward_optimizers is not None:  # of these stock stores those of the value model alone
             state["policy_optimizers"] = [optimizer.state_dict() for optimizer in self._policy_optimizers()]

@@ -18,8 +18,7 @@ from adaptive_batching._step.split import samples_within
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
-from adaptive_batching._torchtune.train.recipe_work import RecipeWork
-from adaptive_batching._torchtune.train.splitting import MicroBatch
+from adaptive_batching._torchtune.train.recipe_work import MicroBatch, RecipeWork
 
 
 class RolloutWork(RecipeWork[range, Trajectory]):

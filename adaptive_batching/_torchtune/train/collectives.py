@@ -11,7 +11,7 @@ from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.less_memory import remedy
-from adaptive_batching._torchtune.train.gradients import forward_backward
+from adaptive_batching._torchtune.train.recipe_work import forward_backward
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)

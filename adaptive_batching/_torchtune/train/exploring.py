@@ -27,10 +27,7 @@ from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
-from adaptive_batching._torchtune.train.gradients import held_back
-from adaptive_batching._torchtune.train.recipe_work import parallel_of
-from adaptive_batching._torchtune.train.splitting import SplitPolicy, Splitter
-from adaptive_batching._torchtune.train.training_work import TrainingWork
+from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter, TrainingWork, held_back, parallel_of
 from adaptive_batching._values import ByLength, Fixed, SplitSize
 
 log = logging.getLogger(__name__)

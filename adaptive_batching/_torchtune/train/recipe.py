@@ -33,7 +33,7 @@ from adaptive_batching._torchtune.stock.losses import OF_STOCK, next_token
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
 from adaptive_batching._torchtune.train.growing import resolve_increase
 from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
-from adaptive_batching._torchtune.train.session import Session
+from adaptive_batching._torchtune.train.run import Run
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.train.stock_config import cannot_be_loaded, in_short
 from adaptive_batching._torchtune.train.validating import check_validation, hold_out
@@ -169,7 +169,7 @@ class AdaptiveBatching:
             objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
             with unchanged_random_state(self._device):
                 held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
-        session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
+        session = Run(host, run, self._settings, self._increase, report, self._stored, held_out)
         session.settle(self._cache_inputs(cfg))
         self._session, self.global_step = session, session.run.first_step
 

@@ -15,7 +15,7 @@ from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams, dtype_of, why_not_in_rows
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import Batch
-from adaptive_batching._torchtune.train.gradients import to_device
+from adaptive_batching._torchtune.train.recipe_work import to_device
 from adaptive_batching._values import first_line
 
 log = logging.getLogger(__name__)

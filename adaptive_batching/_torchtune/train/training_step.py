@@ -16,8 +16,13 @@ from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.objective import SHORT, Batch, Objective, Sums
-from adaptive_batching._torchtune.train.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
-from adaptive_batching._torchtune.train.recipe_work import run_once
+from adaptive_batching._torchtune.train.recipe_work import (
+    apply_gradients,
+    forward_backward,
+    held_back,
+    run_once,
+    sum_over_ranks,
+)
 
 Note = Callable[[int, float], None]
 

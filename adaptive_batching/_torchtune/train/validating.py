@@ -31,12 +31,18 @@ from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.objective import Counts, Objective, Sums
-from adaptive_batching._torchtune.train.gradients import to_device
 from adaptive_batching._torchtune.train.growing import Increase
 from adaptive_batching._torchtune.train.probing import Probed
-from adaptive_batching._torchtune.train.recipe_work import RecipeWork, batch_of, parallel_of
+from adaptive_batching._torchtune.train.recipe_work import (
+    MicroBatch,
+    RecipeWork,
+    SplitPolicy,
+    Splitter,
+    batch_of,
+    parallel_of,
+    to_device,
+)
 from adaptive_batching._torchtune.train.settings import ValidationSettings
-from adaptive_batching._torchtune.train.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
 
