@@ -165,7 +165,9 @@ def _drawn_places(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         reached = shares.cumsum(-1).contiguous()
         places: torch.Tensor = torch.searchsorted(reached, _even(drawn).expand(drawn.shape).contiguous())
         return places.clamp(max=shares.shape[-1] - 1)
-    noise = _exponential(shares if shares.dim() > 1 else shares[None])  # one row may be a choice of samples
+    if shares.dim() == 1:  # which may be a choice of samples
+        return torch.arange(len(shares) - 1, -1, -1, device=drawn.device)[: len(drawn)]
+    noise = _exponential(shares)
     order: torch.Tensor = (shares.log() - noise.log()).topk(drawn.shape[-1], dim=-1).indices
     return order
 

@@ -24,7 +24,6 @@ from adaptive_batching import (
     DoesNotFitError,
     find_maximum_batch_size,
 )
-from adaptive_batching._step.batch_dependence import find_batch_dependent_module
 from tests.support.changing import Meter, Restless, Stateful, described, random_numbers
 
 SAMPLES = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
@@ -113,15 +112,6 @@ def test_a_probe_leaves_nothing_behind(has_states: bool, is_method: bool) -> Non
     assert run.state() == before
 
 
-def test_a_check_for_dependence_leaves_nothing_behind() -> None:
-    run = Run()
-    before = run.state()
-    first, second = torch.stack(SAMPLES[:3]), torch.stack([SAMPLES[0], *SAMPLES[3:5]])
-    forward = lambda batch: run.loss(run.model, batch)  # noqa: E731
-    find_batch_dependent_module(run.model, forward, first, second, state=run.step._work.state)
-    assert run.state() == before
-
-
 @pytest.mark.parametrize("is_method", [False, True])
 def test_checks_and_audits_of_a_loss_leave_nothing_behind(is_method: bool) -> None:
     """A step that is split ends as one whose parts ran with nothing before them."""
@@ -130,7 +120,6 @@ def test_checks_and_audits_of_a_loss_leave_nothing_behind(is_method: bool) -> No
         run = Run(is_method=is_method)
         run.step.max_tokens = 4
         if looked_at_before:
-            run.step._work._parts_add_up = True
             run.step._runner._audit._next = 10  # type: ignore[union-attr]
         run.step(SAMPLES)
         return run.state()
@@ -152,7 +141,6 @@ def test_parts_that_run_again_change_what_they_would_have_changed_at_first(steps
                 raise torch.OutOfMemoryError(f"CUDA out of memory ({next(calls)})")
 
         if not steps_before:  # the first step is looked at, which runs parts as well
-            run.step._work._parts_add_up = True
             run.step._runner._audit._next = run.step._runner._audit._next_alike = 10  # type: ignore[union-attr]
             run.step._work.limit.note(4)  # as many tokens have fitted: the samples run again as they were
         with_hook = run.model.register_forward_pre_hook(fail)
@@ -385,7 +373,7 @@ def test_no_sample_is_lost_that_a_thread_has_read_ahead(kind: str) -> None:
     step = AdaptiveStep[torch.Tensor](source.model, torch.optim.SGD(source.model.parameters(), lr=0.1), source.loss)
     step.find_maximum_batch_size(SAMPLES[0], upper=2, settings=BY_STEPS)
     step.max_tokens = 2
-    failures = iter([False] * 30 + [True])
+    failures = iter([False] * 20 + [True])
 
     def run_out(*_: Any) -> None:
         if next(failures, False):

@@ -1,4 +1,4 @@
-"""A look in training, now and then, if the gradient of parts of a step is that of the whole."""
+"""Do parts of a batch add up to it? Batch norms by name, and all else by the gradient that both leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from adaptive_batching._evidence import gradient_error, perturbed
+from torch import nn
+
+from adaptive_batching._evidence import error_of_sum, gradient_error, perturbed
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._state import rehearsal
 from adaptive_batching._step.work import Work
@@ -20,9 +22,17 @@ _PARTS = 16  # of a step, of which two samples are chosen
 _TIMES = 4  # as long as the other one of them should be
 _TIMES_ROUNDING = 3  # what rounding in the last place of weights changes, for that of all that is computed from them
 
-RunParts = Callable[[Sequence[list[Any]]], bool]
-"""Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
-out on any rank."""
+RunParts = Callable[[Sequence[list[Any]]], float | None]
+"""Runs forward and backward of parts, weighted as those of one batch, leaves their gradient and returns the number of
+their losses, as :meth:`Work.number` gives it; None if memory runs out on any rank."""
+
+
+def find_batch_norm(model: nn.Module) -> str | None:
+    """Name the first batch normalisation that takes its statistics from the batch, also if no batch may reach it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+            return f"{name or 'model'} ({type(module).__name__})"
+    return None
 
 
 class GradientsDifferError(ConfigError):
@@ -104,8 +114,14 @@ class Audit:
         Raises:
             ConfigError: As for :meth:`look`.
         """
-        parameters = self._work.parameters()
-        together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
+        parameters, numbers = self._work.parameters(), list[float]()
+
+        def noted(lists: Sequence[list[Any]]) -> bool:
+            if (number := run(lists)) is not None:
+                numbers.append(number)
+            return number is not None
+
+        together, apart = partial(noted, [[*one, *other]]), partial(noted, [one, other])
         with reporting(self._state), rehearsal(self._state, parameters[0].device, parameters) as start_over:
 
             def measured(first: Callable[[], bool], second: Callable[[], bool]) -> tuple[float, float] | None:
@@ -124,9 +140,13 @@ class Audit:
                 return False
             error, rounding = compared
             if rounding < error < math.inf:
+                if (again := measured(together, together)) is None:
+                    return False
+                repeats = again[0] <= rounding  # else it draws numbers of its own, and nothing below tells anything
+            if rounding < error < math.inf and repeats:
                 # Where terms of a gradient nearly cancel, rounding is large against what is left of them. It is
                 # another where samples come in another order, and where weights are rounded otherwise.
-                in_another_order = measured(partial(run, [[*other, *one]]), apart)
+                in_another_order = measured(partial(noted, [[*other, *one]]), apart)
                 of_rounding = measured(together, with_rounded_weights)
                 if in_another_order is None or of_rounding is None:
                     return False
@@ -146,6 +166,12 @@ class Audit:
                 f"model for the next part; {self._remedy}",
                 error,
             )
+        of_whole, of_parts = numbers[:2]
+        if self._ranks.any(error_of_sum([of_parts], of_whole) > rounding):
+            raise ConfigError(
+                f"loss returns {of_parts:g} as the number of losses of a batch in two parts, and {of_whole:g} for the "
+                f"same batch in one, so that training in parts would go wrong: it counts padding, say; {self._remedy}"
+            )
         return True
 
 
@@ -154,7 +180,7 @@ def _of_unlike_lengths(parts: Sequence[list[Any]], work: Work[Any, Any, Any]) ->
 
     They are of unlike lengths as far as possible up to ``_TIMES``, and otherwise have few tokens.
     """
-    tokens, most = work.tokens_in_one, max(map(work.tokens, parts))
+    tokens, most = work.tokens_in_one, max(*map(work.tokens, parts), work.limit.max_tokens or 0)
     by_length = [sorted(part, key=lambda sample: (tokens([sample]), work.extent(sample))) for part in parts[:_PARTS]]
     candidates = []
     for one, other in itertools.permutations(by_length, 2):

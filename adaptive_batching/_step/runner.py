@@ -223,10 +223,11 @@ class StepRunner(Generic[Samples, P, R]):
         assert self._audit is not None
         return self._audit.compare(one, other, self._run_as_batch)
 
-    def _run_as_batch(self, lists: Sequence[list[Any]]) -> bool:
-        """Leave the gradient of a batch that has these parts; return False if memory ran out on any rank."""
+    def _run_as_batch(self, lists: Sequence[list[Any]]) -> float | None:
+        """Leave the gradient of a batch that has these parts; return its number of losses, None if memory ran out."""
         parts = self.filled_up(self._work.as_batch(lists))
-        return not self.run_once(self._work.runs(parts)).failed
+        outcome = self.run_once(self._work.runs(parts))
+        return None if outcome.failed else self._work.number(outcome.results)
 
     def keep(self) -> list[tuple[P, R]]:
         """End what can run again, which stands now; return the parts that have run, and their results."""
@@ -276,7 +277,11 @@ class StepRunner(Generic[Samples, P, R]):
         told = ranks.gather(None if failed is None else (tokens, f"with {work.describe(failed)}{because}"))
         failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
         most_failed = max(tokens for tokens, _ in failures.values())
-        self._check_that_parts_add_up(most_failed)
+        if (module := work.batch_dependent_module()) is not None:
+            raise DoesNotFitError(
+                f"out of memory, and splitting the batch would change the result: {module} computes over the batch; "
+                f"{work.smaller_batch()}, or {work.less_memory()}"
+            )
         self._unit = work.unit(parts[0])
         self._failures += 1
         how = "as they were"
@@ -317,20 +322,6 @@ class StepRunner(Generic[Samples, P, R]):
             longer = LongerSample(longest, self._most_tokens_that_ran, self._work.name_of_longest(failed))
         setting = None if self._work.device is None else allocator_advice(self._work.device)
         return cause_of(read_message(str(error)), self._starts, longer, setting)
-
-    def _check_that_parts_add_up(self, failed_tokens: int) -> None:
-        work = self._work
-        try:
-            module = work.batch_dependent_module(max(failed_tokens // 2, 1))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DoesNotFitError.even_of_few(work.less_memory()) from error
-        if module is not None:
-            raise DoesNotFitError(
-                f"out of memory, and splitting the batch would change the result: {module} computes over the batch; "
-                f"{work.smaller_batch()}, or {work.less_memory()}"
-            )
 
     def _discard(self) -> None:
         """Drop what parts have left behind, gradients included, and really release its memory."""

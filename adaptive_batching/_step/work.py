@@ -90,6 +90,10 @@ class Work(ABC, Generic[Samples, P, R]):
         """
         raise NotImplementedError
 
+    def number(self, results: Sequence[R]) -> float:
+        """Return the number of losses in results, which has to add up as well; 0 where nothing is divided by it."""
+        return 0.0
+
     def tokens(self, samples: list[Any]) -> int:
         """Return the tokens of samples that run together, with padding."""
         raise NotImplementedError
@@ -123,11 +127,8 @@ class Work(ABC, Generic[Samples, P, R]):
         """Return why a part that ran out of memory cannot run again, whatever its size; None if it can."""
         return None
 
-    def batch_dependent_module(self, most_tokens: int | None = None) -> str | None:
-        """Name what computes over the batch, so that parts do not add up to it; None if nothing does.
-
-        To find out, no more than ``most_tokens`` may run at once, or two samples; None for no limit.
-        """
+    def batch_dependent_module(self) -> str | None:
+        """Name what is known to compute over the batch, so that parts do not add up to it; None if nothing is."""
         return None
 
     # Words for messages

@@ -26,7 +26,7 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._state import draws_put_back, rehearsal
-from adaptive_batching._step.batch_dependence import find_batch_dependent_module, find_batch_norm
+from adaptive_batching._step.audit import find_batch_norm
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -230,10 +230,8 @@ def _find_loss_kind(
                 "the weights that it begins with, and for a mean over nothing, as of a class that a batch lacks"
             )
         module = tried.batch_norm
-        if kind is None and module is None:  # what computes over the batch, or draws, may do so in training alone
-            module = tried.module_over_the_batch()
-            if module is not None or losses.are_drawn:
-                kind, _ = tried.kind(trainer.model.eval)
+        if kind is None and module is None and losses.are_drawn:  # it may do so in training alone
+            kind, _ = tried.kind(trainer.model.eval)
         if kind is None and not splits:
             kind, module = LossKind(False, "batches"), module or f"the loss of {name}"
         if kind is None:
@@ -390,20 +388,6 @@ class _Trials:
             "term is divided and another is not; compute all terms without num_items_in_batch, or train without "
             "adaptive (transformers below 5.16 also counts the first label of each row, which is no target: upgrade it)"
         )
-
-    def module_over_the_batch(self) -> str | None:
-        """Name the module through which samples of a batch depend on each other in training, if there is one."""
-        trainer = self._trainer
-        self._begin()
-        samples = [sample for group in self._groups for sample in group]
-        first, one, other = samples[-1], samples[0], samples[min(1, len(samples) - 1)]
-        batches = [trainer._prepare_inputs(self._collated([first, sample, sample])) for sample in (one, other)]
-
-        def run(batch: Any) -> None:
-            with trainer.compute_loss_context_manager():
-                trainer.compute_loss(trainer.model, batch)
-
-        return find_batch_dependent_module(trainer.model, run, *batches, num_samples=3, state=state_of(trainer))
 
     def check_that_ranks_are_alone(self, name: str, ranks: Ranks) -> None:
         """Raise ConfigError if the loss needs other ranks, which run their parts at other times.

@@ -626,7 +626,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def unit(self, part: Part) -> str:
         return "tokens" if self.in_rows else super().unit(part)
 
-    def batch_dependent_module(self, most_tokens: int | None = None) -> str | None:
+    def batch_dependent_module(self) -> str | None:
         return self._dependent_module
 
     def _share_metrics(self, saved: Metrics | None) -> None:

@@ -119,7 +119,7 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
             f"batch_size below {self._host.loader.batch_size}, or {self.less_memory()}"
         )
 
-    def batch_dependent_module(self, most_tokens: int | None = None) -> str | None:
+    def batch_dependent_module(self) -> str | None:
         return self._find_batch_dependent_module()
 
     @contextlib.contextmanager

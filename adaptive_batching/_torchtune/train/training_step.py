@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._probe.probed_step import TrainingStep
-from adaptive_batching._step.batch_dependence import find_batch_dependent_module
+from adaptive_batching._step.audit import find_batch_norm
 from adaptive_batching._step.split import in_last_place
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat
@@ -68,17 +68,8 @@ def training_step(host: Host, sample: Sample, *, accumulates: bool, note: Note |
 
 
 def batch_dependent_module(host: Host) -> str | None:
-    """Name a part of the loss or of the model that computes over the batch dimension, or return None."""
-    if (part := host.objective.batch_dependent_part()) is not None:
-        return part
-    tokens = torch.arange(1, 41, device=host.device).reshape(5, 8)  # [samples, tokens]; any text will do
-    is_text = host.objective.is_text(host.loader.dataset[0])
-
-    def run(batch: torch.Tensor) -> None:
-        if is_text:  # a multimodal model may not take text alone
-            host.model(tokens=batch)
-
-    return find_batch_dependent_module(host.model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
+    """Name a part of the loss, or a batch norm of the model, that computes over the batch dimension, or return None."""
+    return host.objective.batch_dependent_part() or find_batch_norm(host.model)
 
 
 def _last_of_row(objective: Objective, sample: Sample, num_samples: int) -> list[Sample]:
