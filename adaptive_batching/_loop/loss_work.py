@@ -32,7 +32,7 @@ from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples
-from adaptive_batching._step.work import Part
+from adaptive_batching._step.work import Part, in_halves
 from adaptive_batching._values import ConfigError, first_line
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def compared(self, parts: Sequence[LossPart]) -> list[list[Sample]]:
         lists = super().compared(parts)
         if self._is_shared and len(lists) == 1:  # some may have come from another rank, which is a part of its step
-            lists = [half for half in (lists[0][::2], lists[0][1::2]) if half]
+            lists = in_halves(lists[0])
         return lists
 
     def batch_dependent_module(self) -> str | None:

@@ -31,6 +31,11 @@ class Part:
         return self.weight == 0
 
 
+def in_halves(samples: Sequence[Any]) -> list[list[Any]]:
+    """Return every other sample and the rest, or the one that there is: parts of a step that has one."""
+    return [half for half in ([*samples[::2]], [*samples[1::2]]) if half]
+
+
 P = TypeVar("P", bound=Part)
 R = TypeVar("R")
 

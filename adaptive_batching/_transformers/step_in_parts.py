@@ -32,7 +32,7 @@ from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples
-from adaptive_batching._step.work import Part
+from adaptive_batching._step.work import Part, in_halves
 from adaptive_batching._transformers.declared import counted_by_trl, state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -433,8 +433,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def compared(self, parts: Sequence[Part]) -> list[list[Sample]]:
         lists = super().compared(parts) if self.joins_batches else max(self._of_batches, key=len)
         if self.in_rows and len(lists) == 1:  # a row is another computation than the batch that it is made of
-            by_length = sorted(lists[0], key=lambda sample: self.tokens([sample]))
-            return [half for half in (by_length[::2], by_length[1::2]) if half]
+            return in_halves(sorted(lists[0], key=lambda sample: self.tokens([sample])))
         return lists
 
     def tokens_in_one(self, samples: list[Sample]) -> int:

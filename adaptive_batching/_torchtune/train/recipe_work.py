@@ -32,7 +32,7 @@ from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, in_few_sizes, padded_tokens, split_samples
-from adaptive_batching._step.work import Part, R, Samples, Work
+from adaptive_batching._step.work import Part, R, Samples, Work, in_halves
 from adaptive_batching._torchtune.stock.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host
@@ -221,11 +221,21 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
 
     def compared(self, parts: Sequence[MicroBatch]) -> list[list[Sample]]:
         counts = self._host.objective.counts
-        lists = [[sample for sample in part.samples if counts([sample]).terms] for part in parts if part.weight]
-        return [samples for samples in lists if samples]
+        weighted = [part for part in parts if not part.is_filler]
+        lists = [[sample for sample in part.samples if counts([sample]).terms] for part in weighted]
+        lists = [samples for samples in lists if samples]
+        if len(lists) == 1 and weighted[0].is_row:  # another computation than the batch that it is made of
+            return in_halves(sorted(lists[0], key=lambda sample: self.tokens([sample])))
+        return lists
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[MicroBatch]:
-        return self.splitter.weighted(list(lists))
+        parts = self.splitter.weighted(list(lists))
+        if len(parts) == 1:  # what parts are compared with: padded, as stock would run it
+            return [replace(parts[0], is_row=False)]
+        return parts
+
+    def tokens_in_one(self, samples: list[Sample]) -> int:
+        return super().tokens(samples)
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
         return runs_of(self._host, parts, self._around)
