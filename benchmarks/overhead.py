@@ -157,7 +157,7 @@ def measure_audit(config: str, output_dir: str) -> dict[str, Any]:
     """Train in micro-batches in this process, and return the seconds of each step and each audit."""
     from omegaconf import OmegaConf
 
-    from adaptive_batching._step.audit import Audit
+    from adaptive_batching._step.judge import Audit
     from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
     class Ours(AdaptiveBatching, load_stock(RECIPES[STOCK]).FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]

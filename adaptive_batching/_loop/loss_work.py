@@ -26,9 +26,9 @@ from adaptive_batching._loop.samples import (
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._state import State
-from adaptive_batching._step.audit import find_batch_norm
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
+from adaptive_batching._step.judge import find_batch_norm
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples

@@ -34,8 +34,8 @@ from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import num_collectives
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._state import State, draws_put_back, rehearsal
-from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import data_parallel_of
+from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.sharing import gathered
 from adaptive_batching._values import ConfigError

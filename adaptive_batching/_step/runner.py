@@ -17,8 +17,8 @@ from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
-from adaptive_batching._step.audit import Audit
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.work import P, R, Samples, Work
 
 T = TypeVar("T")

@@ -18,7 +18,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from adaptive_batching._evidence import Losses, error_of_sum, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._memory.unused_memory import release_cached_memory
@@ -26,7 +25,7 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._state import draws_put_back, rehearsal
-from adaptive_batching._step.audit import find_batch_norm
+from adaptive_batching._step.judge import error_of_sum, find_batch_norm
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -35,6 +34,12 @@ from adaptive_batching._transformers.handed_out import (
     replaced,
     rows_of,
     unheard,
+)
+from adaptive_batching._transformers.losses_of_groups import (
+    Losses,
+    in_groups,
+    losses_of_groups,
+    without_gradients,
 )
 from adaptive_batching._transformers.older_versions import declared_as_scaled, shifts_labels
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent

@@ -16,17 +16,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching import _state
-from adaptive_batching._evidence import gradient_error
 from adaptive_batching._loop.samples import SampleWork, collated
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._state import rehearsal
-from adaptive_batching._step.audit import Audit, GradientsDifferError
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.forward_times import ForwardTimes
+from adaptive_batching._step.judge import Audit, GradientsDifferError, gradient_error
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import Outcome, StepRunner

@@ -12,7 +12,7 @@ from torch import nn
 from adaptive_batching import AdaptiveStep, ConfigError, _state
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._state import State
-from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.judge import Audit
 from tests.loop.test_step import SAMPLES, always, length, loss, make, mean_times_samples, texts
 from tests.loop.test_step import collate as stock_collate
 from tests.support.toy_work import ToyWork

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._evidence import perturbed
 from adaptive_batching._state import State, rehearsal
+from adaptive_batching._step.judge import perturbed
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams, dtype_of, why_not_in_rows
 from adaptive_batching._torchtune.stock.host import Host

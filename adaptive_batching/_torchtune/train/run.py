@@ -27,7 +27,7 @@ from adaptive_batching._probe.sizing import Sizing
 from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.summary import columns
-from adaptive_batching._step.audit import Audit
+from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import StepRunner

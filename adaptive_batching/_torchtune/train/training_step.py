@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adaptive_batching._probe.probed_step import TrainingStep
-from adaptive_batching._step.audit import find_batch_norm
+from adaptive_batching._step.judge import find_batch_norm
 from adaptive_batching._step.split import in_last_place
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.data import Sample, repeat

@@ -1,25 +1,35 @@
-"""Do parts of a batch add up to it? Batch norms by name, and all else by the gradient that both leave."""
+"""Do parts of a batch add up to it? Batch norms by name, and all else by the gradient that both leave.
+
+Meanwhile random numbers do not depend on the batch that they are drawn for
+(:mod:`adaptive_batching._without_chance`), so that dropout makes no difference.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from adaptive_batching._evidence import error_of_sum, gradient_error, perturbed
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._state import rehearsal
 from adaptive_batching._step.work import Work
+from adaptive_batching._tensors import hash_of, plain_parts
 from adaptive_batching._undeclared import reporting
 from adaptive_batching._values import DRY_RUN, ConfigError, percent
+from adaptive_batching._without_chance import WithoutChance
 
 _PARTS = 16  # of a step, of which two samples are chosen
 _TIMES = 4  # as long as the other one of them should be
+_FIRST = 2**16  # numbers of each tensor that are changed, or compared
 _TIMES_ROUNDING = 3  # what rounding in the last place of weights changes, for that of all that is computed from them
 
 RunParts = Callable[[Sequence[list[Any]]], float | None]
@@ -195,3 +205,138 @@ def _of_unlike_lengths(parts: Sequence[list[Any]], work: Work[Any, Any, Any]) ->
         return None
     *_, chosen_one, chosen_other = min(candidates, key=lambda candidate: candidate[:4])
     return chosen_one, chosen_other
+
+
+def error_of_sum(parts: Iterable[float], whole: float) -> float:
+    """Return how far ``whole`` is from the sum of ``parts``, relative to what they are made of; inf if one is NaN."""
+    parts = list(parts)
+    error = abs(math.fsum(parts) - whole) / max(abs(whole), math.fsum(map(abs, parts)), 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def gradient_error(
+    parameters: Sequence[nn.Parameter],
+    together: Callable[[], bool],
+    apart: Callable[[], bool],
+    start_over: Callable[[], None],
+) -> tuple[float, float] | None:
+    """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
+
+    Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
+    gradient that is not finite, and the result is None. The error is inf if a run changes what is trained, or
+    if hooks take gradients away, as those of an optimizer that steps within backward.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    before = list(map(hash_of, trained))
+    sketches = []
+    with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
+        for run in (together, apart):
+            start_over()
+            with _taken_away(trained) as taken:
+                if not run():
+                    return None
+            # Values alone would not show an optimizer whose learning rate is still zero.
+            if any(taken) or list(map(hash_of, trained)) != before:
+                return math.inf, mode.rounding[1]
+            sketches.append(GradientSketch(parameters))
+    expected, actual = sketches
+    scale = max(expected.norm, actual.norm)
+    if not math.isfinite(scale):
+        return None
+    # Finite gradients are at most 2 apart; one that is not finite in a part alone is as wrong.
+    return (min(expected.distance(actual) / scale, 2.0) if scale else 0.0), mode.rounding[1]
+
+
+@contextlib.contextmanager
+def _taken_away(parameters: Iterable[nn.Parameter]) -> Iterator[list[bool]]:
+    """Give a list that gets, of each gradient which hooks have had inside, if they have taken it away."""
+    taken: list[bool] = []
+    with contextlib.ExitStack() as stack:
+        for parameter in parameters:
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):  # ours comes after these
+                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda parameter: taken.append(parameter.grad is None)
+                )
+                stack.callback(handle.remove)
+        yield taken
+
+
+class GradientSketch:
+    """Some numbers of each gradient, which take little memory, and the norm of all of it: enough to tell two apart."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._firsts: list[torch.Tensor] = []
+        self._norms: list[float] = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                # No gradient counts as zeros: what no sample of a part has used may be used by others.
+                share = 0 if parameter.grad is None else 1
+                if (gradient := parameter.grad) is not None and gradient.layout == torch.sparse_coo:  # of an embedding
+                    gradient = gradient.coalesce()
+                    self._firsts.append(_first_rows(gradient).to("cpu", torch.float32))
+                    self._norms.append(float(gradient.values().float().norm()))
+                    continue
+                parts = plain_parts(parameter if parameter.grad is None else parameter.grad)
+                self._firsts += [share * _first_of(part).to("cpu", torch.float32, copy=True) for part in parts]
+                self._norms += [share * float(part.float().norm()) for part in parts]
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(math.fsum(norm**2 for norm in self._norms))
+
+    def distance(self, other: GradientSketch) -> float:
+        """Return a lower bound of the L2 norm of the difference; inf if a gradient is not finite."""
+        pairs = zip(self._firsts, other._firsts, strict=True)
+        of_firsts = math.sqrt(math.fsum(float((mine - theirs).square().sum()) for mine, theirs in pairs))
+        of_norms = [abs(mine - theirs) for mine, theirs in zip(self._norms, other._norms, strict=True)]
+        distance = max(of_firsts, math.sqrt(math.fsum(norm**2 for norm in of_norms)))
+        return distance if math.isfinite(distance) else math.inf
+
+
+@functools.cache
+def _noise() -> torch.Tensor:
+    """Return numbers of a normal distribution, drawn by Python, as torch draws none within :class:`WithoutChance`."""
+    draw = random.Random(0)
+    return torch.tensor([draw.gauss(0.0, 1.0) for _ in range(_FIRST)])
+
+
+@contextlib.contextmanager
+def perturbed(parameters: Iterable[nn.Parameter], *, in_last_place: bool = False) -> Iterator[None]:
+    """Change what is trained of ``parameters`` inside, the first numbers of each tensor: by some percent, or rounding.
+
+    ``in_last_place`` is True for as little as rounding changes each number.
+    """
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                if not parameter.requires_grad or not parameter.is_floating_point():
+                    continue
+                for part in plain_parts(parameter):
+                    first = _first_of(part)
+                    saved.append((first, first.clone()))
+                    noise = _noise().roll(len(saved))[: first.numel()].view(first.shape).to(first.device)
+                    if in_last_place:
+                        first += first * (noise * torch.finfo(first.dtype).eps).to(first.dtype)
+                        continue
+                    scale = float(first.float().square().mean().sqrt()) if first.numel() else 0.0
+                    first += (noise * 0.1 * (scale or 0.1)).to(first.dtype)
+        yield
+    finally:
+        with torch.no_grad():
+            for first, values in saved:
+                first.copy_(values)
+
+
+def _first_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of about the first 2^16 numbers of a tensor: of whole rows, or of a part of the first."""
+    while tensor.dim() > 0 and tensor.numel() > _FIRST:
+        rows = max(_FIRST // max(tensor[0].numel(), 1), 1)
+        tensor = tensor[:rows] if rows > 1 or tensor.dim() == 1 else tensor[0]
+    return tensor
+
+
+def _first_rows(sparse: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`_first_of` would return of a sparse tensor, were it a dense one."""
+    rows = min(max(_FIRST // max(sparse[0].numel(), 1), 1), len(sparse)) if sparse.numel() > _FIRST else len(sparse)
+    return _first_of(torch.narrow_copy(sparse, 0, 0, rows).to_dense())

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batching._evidence import GradientSketch, error_of_sum, gradient_error, in_groups, perturbed
+from adaptive_batching._step.judge import GradientSketch, error_of_sum, gradient_error, perturbed
+from adaptive_batching._transformers.losses_of_groups import in_groups
 from adaptive_batching._without_chance import WithoutChance
 
 

@@ -1,0 +1,123 @@
+"""Losses of groups of samples and of all of them together, which tell what a loss is a mean over.
+
+Four groups run alone and together, in training mode, with the weights as they are and with slightly others: where a
+policy equals its reference, or all losses are the logarithm of the vocabulary, much looks alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from adaptive_batching._device import RandomState
+from adaptive_batching._step.judge import error_of_sum, perturbed
+from adaptive_batching._without_chance import WithoutChance
+
+Sample = TypeVar("Sample")
+Batch = TypeVar("Batch")
+T = TypeVar("T")
+
+
+def in_groups(samples: Sequence[Sample], kind_of: Callable[[Sample], Any], *, most: int = 7) -> list[list[Sample]]:
+    """Return up to four groups of one to three of ``samples``, which come in the order of their preference.
+
+    As many as possible differ in ``kind_of``: their length, their labels, and the number of these.
+    """
+    first_of_kind: dict[Any, Sample] = {}
+    others: list[Sample] = []
+    for sample in samples:
+        kind = kind_of(sample)
+        if kind in first_of_kind:
+            others.append(sample)
+        else:
+            first_of_kind[kind] = sample
+    chosen = [*first_of_kind.values(), *others][: min(most, len(samples), 7)]
+    sizes = {0: [], 1: [1], 2: [1, 1], 3: [1, 2], 4: [1, 1, 2], 5: [1, 1, 1, 2], 6: [1, 1, 2, 2], 7: [1, 1, 2, 3]}
+    groups, start = [], 0
+    for size in sizes[len(chosen)]:
+        groups.append(chosen[start : start + size])
+        start += size
+    return groups
+
+
+@dataclass(frozen=True)
+class Losses(Generic[T]):
+    """Results of running groups of samples and their union, with the weights as they are and slightly perturbed."""
+
+    runs: list[tuple[list[T], T]]
+    """(of the groups, of their union), for each of the two."""
+
+    rounding: float
+    """The error of a sum that rounding explains."""
+
+    are_drawn: bool
+    """True if the same samples have given something else with other random numbers."""
+
+    change: float
+    """How much the loss changes from a forward to the next, on the same samples with the same random numbers."""
+
+    @property
+    def add_up(self) -> bool:
+        """True if what is given, numbers, adds up."""
+        return self.error(lambda values: values) <= self.rounding  # type: ignore[arg-type, return-value]
+
+    def error(self, sums: Callable[[T], Sequence[float]]) -> float:
+        """Return the largest error of the sums that ``sums`` makes of what has been given."""
+        errors = [0.0]
+        for groups, union in self.runs:
+            of_groups = list(map(sums, groups))
+            errors += [error_of_sum(parts, whole) for *parts, whole in zip(*of_groups, sums(union), strict=True)]
+        return max(errors)
+
+
+def losses_of_groups(
+    groups: Sequence[list[Sample]],
+    run: Callable[[list[Sample]], T],
+    parameters: Sequence[nn.Parameter],
+    start_over: Callable[[], None],
+    device: torch.device,
+) -> Losses[T]:
+    """Run each group of samples, and all of them together, from the same state.
+
+    ``run`` returns numbers on the host, the loss first.
+    """
+    together = [sample for group in groups for sample in group]
+    runs = []
+    with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
+        for weights in (contextlib.nullcontext, lambda: perturbed(parameters)):
+            values = []
+            for group in (*groups, together):
+                start_over()
+                with weights():
+                    values.append(without_gradients(run, group))
+            runs.append((values[:-1], values[-1]))
+        start_over()
+        random_state = RandomState(device)
+        again: list[Any] = []
+        without_gradients(run, together)  # an average of weights, which follows them, begins with them
+        with perturbed(parameters):
+            for draws_anew in (False, False, True):
+                if not draws_anew:
+                    random_state.put_back()
+                again.append(without_gradients(run, together))
+    first, second, drawn = (float(torch.as_tensor(losses[0])) for losses in again)
+    return Losses(
+        runs, mode.rounding[0], are_drawn=first == second != drawn,
+        change=error_of_sum([first], second),
+    )  # fmt: skip
+
+
+def without_gradients(run: Callable[[Batch], T], samples: Batch) -> T:
+    """Run a forward that keeps no activations, unless the loss takes gradients itself, such as a penalty on them."""
+    try:
+        with torch.no_grad():
+            return run(samples)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    return run(samples)
