@@ -70,8 +70,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from adaptive_batching import AdaptiveBatchingError, is_out_of_memory
+from adaptive_batching import AdaptiveBatchingError, _state, is_out_of_memory
 from adaptive_batching._memory.unused_memory import keep_freed_memory_on_the_host, keep_little_on_the_host
+from adaptive_batching._probe import trial
 from adaptive_batching._transformers.row_of_samples import RowAttention
 from adaptive_batching.attention import SampleBounds
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
@@ -169,6 +170,8 @@ class Watched(Trainer):
                 self.failures += 1
                 self.steps_before_failure = self.seen.steps
             raise
+        if _state.rehearsing or trial.rehearsing:  # an audit or a probe, whose state is put back, and this list not
+            return loss
         self.in_step += indices
         self.padded_tokens += inputs["input_ids"].numel()
         self.tokens += (

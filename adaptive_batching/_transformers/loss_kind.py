@@ -228,7 +228,7 @@ def _find_loss_kind(
         if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
             tried.check_that_ranks_are_alone(name, ranks)
         kind, losses = tried.kind()
-        (_, (total, _)), *_ = losses.runs
+        total, _ = losses.of_union
         if not math.isfinite(total):
             raise ConfigError(
                 f"the loss of {name} is not finite before training ({total}), on samples that have targets; look at "

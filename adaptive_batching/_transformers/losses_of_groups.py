@@ -1,12 +1,11 @@
 """Losses of groups of samples and of all of them together, which tell what a loss is a mean over.
 
-Four groups run alone and together, in training mode, with the weights as they are and with slightly others: where a
-policy equals its reference, or all losses are the logarithm of the vocabulary, much looks alike.
+Four groups run alone and together, in training mode, with weights that are slightly changed: with those as they are, a
+policy may equal its reference, or all losses be the logarithm of the vocabulary, and much looks alike.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -47,10 +46,10 @@ def in_groups(samples: Sequence[Sample], kind_of: Callable[[Sample], Any], *, mo
 
 @dataclass(frozen=True)
 class Losses(Generic[T]):
-    """Results of running groups of samples and their union, with the weights as they are and slightly perturbed."""
+    """Results of running groups of samples and their union, with slightly perturbed weights."""
 
-    runs: list[tuple[list[T], T]]
-    """(of the groups, of their union), for each of the two."""
+    of_groups: list[T]
+    of_union: T
 
     rounding: float
     """The error of a sum that rounding explains."""
@@ -61,18 +60,10 @@ class Losses(Generic[T]):
     change: float
     """How much the loss changes from a forward to the next, on the same samples with the same random numbers."""
 
-    @property
-    def add_up(self) -> bool:
-        """True if what is given, numbers, adds up."""
-        return self.error(lambda values: values) <= self.rounding  # type: ignore[arg-type, return-value]
-
     def error(self, sums: Callable[[T], Sequence[float]]) -> float:
         """Return the largest error of the sums that ``sums`` makes of what has been given."""
-        errors = [0.0]
-        for groups, union in self.runs:
-            of_groups = list(map(sums, groups))
-            errors += [error_of_sum(parts, whole) for *parts, whole in zip(*of_groups, sums(union), strict=True)]
-        return max(errors)
+        columns = zip(*map(sums, self.of_groups), sums(self.of_union), strict=True)
+        return max((error_of_sum(parts, whole) for *parts, whole in columns), default=0.0)
 
 
 def losses_of_groups(
@@ -87,15 +78,12 @@ def losses_of_groups(
     ``run`` returns numbers on the host, the loss first.
     """
     together = [sample for group in groups for sample in group]
-    runs = []
+    found = []
     with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
-        for weights in (contextlib.nullcontext, lambda: perturbed(parameters)):
-            values = []
-            for group in (*groups, together):
-                start_over()
-                with weights():
-                    values.append(without_gradients(run, group))
-            runs.append((values[:-1], values[-1]))
+        for group in (*groups, together):
+            start_over()
+            with perturbed(parameters):
+                found.append(without_gradients(run, group))
         start_over()
         random_state = RandomState(device)
         again: list[Any] = []
@@ -107,7 +95,7 @@ def losses_of_groups(
                 again.append(without_gradients(run, together))
     first, second, drawn = (float(torch.as_tensor(losses[0])) for losses in again)
     return Losses(
-        runs, mode.rounding[0], are_drawn=first == second != drawn,
+        found[:-1], found[-1], mode.rounding[0], are_drawn=first == second != drawn,
         change=error_of_sum([first], second),
     )  # fmt: skip
 

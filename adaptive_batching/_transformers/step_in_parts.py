@@ -232,7 +232,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             if pads_first:  # padding then makes its first token a target, unless that is of a prompt
                 other.append(max(shorter, key=self._share_of_targets))
             try:
-                self._compare(one, other)
+                self._compare_as_rows_if_it_may_be(one, other)
             except ConfigError as error:
                 if not pads_first:
                     raise
@@ -240,6 +240,25 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                     f"{error}. Padding comes first here, which makes a target of the first token of all but the "
                     "longest sample: pad on the right (tokenizer.padding_side='right')"
                 ) from error
+        if self.in_rows:
+            log.info("samples are laid end to end, without padding: attention stays within each")
+
+    def _compare_as_rows_if_it_may_be(self, one: list[Sample], other: list[Sample]) -> None:
+        """Compare rows with the padded batch, and where they differ, what is padded in their place.
+
+        Raises:
+            ConfigError: If gradients of padded parts differ as well.
+        """
+        if self.in_rows:
+            try:
+                self.runner.compare(one, other)
+                return
+            except GradientsDifferError as error:
+                batch = [*one, *other]
+                self.in_rows, self._targets = False, ()
+                self.pads = not _is_one_row(collated(batch, self.collate), len(batch))
+                self._say_that_samples_are_padded(f"the gradient of rows is {percent(error.error)} off that of a batch")
+        self._compare(one, other)
 
     def _compare(self, one: list[Sample], other: list[Sample]) -> None:
         """Compare gradients of parts with that of their union; where they differ, say by how much with other weights.
@@ -316,9 +335,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                 break
             if off is None:
                 self.in_rows, self.pads, self._targets = True, False, targets
-                log.info("samples are laid end to end, without padding: attention stays within each")
                 return
             why = why or off
+        self._say_that_samples_are_padded(why)
+
+    def _say_that_samples_are_padded(self, why: str) -> None:
         model = self._trainer.model
         name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
         how = "with padding, in forwards of similar length" if self.pads else "as they are collated"
@@ -387,9 +408,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             raise NoRowError(why or "on another rank, a row is another")
         if off > rounding:
             return f"the gradient of a row is {percent(off)} off that of its samples"
-        off, rounding = error(*self._as_row_and_as_batch(samples, targets))
-        if off > rounding:
-            return f"the gradient of a row is {percent(off)} off that of the padded batch"
         rows = with_another_first(pieces, model, kind.key, kind.no_target)
         number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
         carried = Carried(model)
@@ -399,23 +417,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if leak > rounding / 4:  # of experts, which get other numbers of tokens; elsewhere the two are equal
             return f"a sample changes the gradient of those after it by {percent(leak)}"
         return None
-
-    def _as_row_and_as_batch(
-        self, samples: Sequence[Sample], targets: tuple[str, ...]
-    ) -> tuple[list[Callable[[], torch.Tensor]], list[Callable[[], torch.Tensor]]]:
-        """Return what runs a short sample and one twice as long as a row, and as Trainer would run them."""
-        shortest, *others = sorted(samples, key=lambda sample: self.tokens([sample]))
-        longer = [sample for sample in others if self.tokens([sample]) >= 2 * self.tokens([shortest])]
-        batch = collated([next(iter([*longer, *others[-1:]]), shortest), shortest], self.collate)
-        row = self._row_of(batch, targets)
-
-        def run(inputs: Any, counted: Any, around: contextlib.AbstractContextManager[None]) -> torch.Tensor:
-            number = self.kind.count(counted, 2)
-            with around:
-                return self._run(inputs, number, number, 1)
-
-        in_row = partial(run, dict(row.inputs), row.counted, self._attention.within(row.bounds))
-        return [in_row], [partial(run, batch, batch, contextlib.nullcontext())]
 
     def split(self, groups: Sequence[Sequence[list[Sample]]]) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""

@@ -64,7 +64,7 @@ def test_a_second_train_takes_what_the_first_has_found_until_something_changes(
     assert train() == train() == [] and memory.probed == [8]
     trainer.args.learning_rate = 1e-5
     trainer.args.num_train_epochs = 7
-    trainer.model = trainers.make_llama()  # another of the same kind
+    trainer.model = trainer.model_wrapped = trainers.make_llama()  # another of the same kind
     assert train() == [] and memory.probed == [8]
     trainer.model = trainer.model_wrapped = trainers.make_llama(intermediate_size=96)
     [line] = train()
