@@ -37,6 +37,7 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.losses_of_groups import (
     Losses,
+    are_drawn,
     in_groups,
     losses_of_groups,
     without_gradients,
@@ -234,8 +235,8 @@ def _find_loss_kind(
                 f"the loss of {name} is not finite before training ({total}), on samples that have targets; look at "
                 "the weights that it begins with, and for a mean over nothing, as of a class that a batch lacks"
             )
-        module = tried.batch_norm
-        if kind is None and module is None and losses.are_drawn:  # it may do so in training alone
+        module, is_drawn = tried.batch_norm, kind is None and tried.are_drawn()
+        if module is None and is_drawn:  # it may do so in training alone
             kind, _ = tried.kind(trainer.model.eval)
         if kind is None and not splits:
             kind, module = LossKind(False, "batches"), module or f"the loss of {name}"
@@ -243,20 +244,13 @@ def _find_loss_kind(
             error = percent(min(tried.errors(losses).values()))
             if padding := tried.cause_in_padding(losses.rounding):
                 raise ConfigError(f"parts of a batch do not add up to it ({error} off): {padding}")
-            chance = "random numbers that the loss draws, and " if losses.are_drawn else ""
+            chance = "random numbers that the loss draws, and " if is_drawn else ""
             raise ConfigError(
                 f"the loss of {name} is neither a sum over num_items_in_batch nor a mean over targets or samples, so "
                 f"that parts of a batch do not add up to it (they are {error} off); leave out {chance}what computes "
                 "over the batch (samples that are compared with each other, a term that balances experts, or a collate "
                 "function that goes by the first sample), or train without adaptive"
                 + beside_each_other(tried.errors(losses))
-            )
-        if losses.change > losses.rounding:
-            raise ConfigError(
-                f"the loss of {name} is another in a second forward of the same samples (by "
-                f"{percent(losses.change)}), as with centers or codebooks that follow what they see, so "
-                "that each part of a batch would change it for the next; change them once in each step, or train "
-                "without adaptive"
             )
         rows = tried.rows_of_sample() if kind.of == "samples" else 0
         kind = replace(kind, factor=tried.factor(kind, name), rows=rows)
@@ -320,7 +314,7 @@ class _Trials:
                 continue
             losses = losses_of_groups(
                 self._groups, partial(self._run, number=number), list(self._trainer.model.parameters()),
-                partial(self._begin, mode), self._trainer.args.device,
+                partial(self._begin, mode),
             )  # fmt: skip
             errors = {kind: losses.error(partial(self._as_sums, kind)) for kind in kinds}
             # Where losses are nearly alike, another kind is nearly right.
@@ -329,6 +323,12 @@ class _Trials:
                 if error <= right:
                     return kind, losses
         return None, losses
+
+    def are_drawn(self) -> bool:
+        """Return True if the loss draws random numbers of its own."""
+        samples = [sample for group in self._groups for sample in group]
+        number = _NUMBER if any(kind.takes_number for kind in self._kinds) else None
+        return are_drawn(samples, partial(self._run, number=number), self._begin, self._trainer.args.device)
 
     def errors(self, losses: Losses[_Ran]) -> dict[LossKind, float]:
         return {kind: losses.error(partial(self._as_sums, kind)) for kind in self._kinds if not kind.takes_number}

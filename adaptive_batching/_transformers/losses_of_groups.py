@@ -54,12 +54,6 @@ class Losses(Generic[T]):
     rounding: float
     """The error of a sum that rounding explains."""
 
-    are_drawn: bool
-    """True if the same samples have given something else with other random numbers."""
-
-    change: float
-    """How much the loss changes from a forward to the next, on the same samples with the same random numbers."""
-
     def error(self, sums: Callable[[T], Sequence[float]]) -> float:
         """Return the largest error of the sums that ``sums`` makes of what has been given."""
         columns = zip(*map(sums, self.of_groups), sums(self.of_union), strict=True)
@@ -71,7 +65,6 @@ def losses_of_groups(
     run: Callable[[list[Sample]], T],
     parameters: Sequence[nn.Parameter],
     start_over: Callable[[], None],
-    device: torch.device,
 ) -> Losses[T]:
     """Run each group of samples, and all of them together, from the same state.
 
@@ -84,20 +77,26 @@ def losses_of_groups(
             start_over()
             with perturbed(parameters):
                 found.append(without_gradients(run, group))
-        start_over()
-        random_state = RandomState(device)
-        again: list[Any] = []
-        without_gradients(run, together)  # an average of weights, which follows them, begins with them
-        with perturbed(parameters):
-            for draws_anew in (False, False, True):
-                if not draws_anew:
-                    random_state.put_back()
-                again.append(without_gradients(run, together))
-    first, second, drawn = (float(torch.as_tensor(losses[0])) for losses in again)
-    return Losses(
-        found[:-1], found[-1], mode.rounding[0], are_drawn=first == second != drawn,
-        change=error_of_sum([first], second),
-    )  # fmt: skip
+    return Losses(found[:-1], found[-1], mode.rounding[0])
+
+
+def are_drawn(
+    samples: list[Sample], run: Callable[[list[Sample]], Any], start_over: Callable[[], None], device: torch.device
+) -> bool:
+    """Return True if only the random state gives samples another loss, as in an operator that draws where none sees it.
+
+    Recurrent layers do, for their dropout.
+    """
+    losses = []
+    start_over()
+    random_state = RandomState(device)
+    with WithoutChance(), torch.compiler.set_stance("force_eager"):
+        for draws_anew in (False, False, True):
+            if not draws_anew:
+                random_state.put_back()
+            losses.append(without_gradients(run, samples))
+    first, second, drawn = (float(torch.as_tensor(loss[0])) for loss in losses)
+    return first == second != drawn
 
 
 def without_gradients(run: Callable[[Batch], T], samples: Batch) -> T:
