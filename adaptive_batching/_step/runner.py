@@ -143,8 +143,11 @@ class StepRunner(Generic[Samples, P, R]):
             parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
-            if self._audit is not None and (len(parts) > 1 or not self._parallel.roots):
-                self._audit.look(self._work.compared(parts), self._run_as_batch, again=again)
+            if self._audit is not None:
+                compared, parallel = self._work.compared(parts), self._parallel
+                # All ranks look, or none: shards have as many parts on each, and copies are asked.
+                if len(parts) > 1 or (not parallel.roots and (parallel.ranks.size > 1 or len(compared) > 1)):
+                    self._audit.look(compared, self._run_as_batch, again=again)
             outcome = self.run_once(self._work.runs(parts))
             if outcome.failed:
                 return parts, outcome

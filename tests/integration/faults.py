@@ -91,7 +91,7 @@ class CollectivesThatFail:
         kind: ``"gather"`` or ``"scatter"``.
         moment: ``"before"`` it is issued; ``"inside"`` the call, which then does not issue it, or ``"issued"``, where
             it had; while ``"waiting"`` for it, after the exchange, or before it: ``"lost"``; ``"after"`` all that.
-            Or before it and again, while ``"draining"`` or ``"recovering"``.
+            Or before it and again, while ``"draining"``.
         number: Which one of them, from 1, after :meth:`begin`.
     """
 
@@ -141,8 +141,7 @@ class CollectivesThatFail:
             return Wait(work.wait, lambda: fail_at("waiting")) if self._left == 0 else work
 
         def checked(*args: Any) -> None:
-            fail_again_while("recovering")  # in the forwards that find out what computes over the batch
-            fail_at("before", "draining", "recovering")
+            fail_at("before", "draining")
             room(*args)
 
         def drained(*args: Any) -> None:

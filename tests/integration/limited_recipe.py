@@ -12,7 +12,7 @@ import json
 import os
 import resource
 import sys
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchtune import config
 from adaptive_batching._memory.host_limits import status
 from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
+from adaptive_batching._probe.does_not_fit import within_memory_limit
 from adaptive_batching._probe.stored_probe import StoredProbe
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.probing import Probe
@@ -83,7 +84,9 @@ class Limited(FullFinetuneRecipeSingleDevice):
         meter.release()
         if self._extra_mib > 0:
             limit = MemoryAmount(num_bytes=meter.used_bytes() + self._extra_mib * MIB)
-            self._session.settings = dataclasses.replace(self._session.settings, memory_limit=limit)
+            run = self._session
+            limited = dataclasses.replace(run.settings, memory_limit=limit)
+            run.training.limited = partial(within_memory_limit, limited, run.host.device)
         super().train()
         print(f"LIMIT AFTER {resource.getrlimit(resource.RLIMIT_DATA)[0]}")
 

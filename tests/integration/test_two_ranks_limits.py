@@ -75,12 +75,13 @@ def test_memory_may_run_out_at_any_moment_of_a_collective(finished: Finished) ->
 def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
     case: FailingCollective, launched: tuple[Path, str]
 ) -> None:
-    """Whether a collective has reached the other ranks is not known; or memory runs out again, while recovering."""
-    lost = "lost the connection to another rank"
-    said = {
-        "draining": "memory ran out, and again while telling the other ranks",
-        "recovering": "out of memory in a forward of a few tokens; nothing larger will fit",
-    }.get(case[1], "memory ran out inside a collective: whether the other ranks got")
+    """Whether a collective has reached the other ranks is not known; or memory runs out again, while they are told."""
+    lost, said = (
+        "lost the connection to another rank",
+        "memory ran out inside a collective: whether the other ranks got",
+    )
+    if case[1] == "draining":
+        said = "memory ran out, and again while telling the other ranks"
     for rank in range(2):
         error = (launched[0] / name_of(*case) / f"error_{rank}.txt").read_text()
         assert error.startswith(f"error: {said if rank in case[3] else lost}")

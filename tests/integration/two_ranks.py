@@ -424,7 +424,7 @@ KNOWN: list[FailingCollective] = [
 """Moments at which a rank knows whether the others get what they wait for: it recovers, from each in another step."""
 FATAL: list[FailingCollective] = [
     ("gather", "issued", 1, [1]), ("scatter", "waiting", 6, [0]), ("gather", "lost", 1, [1]),
-    ("gather", "draining", 6, [0]), ("scatter", "recovering", 1, [1]),
+    ("gather", "draining", 6, [0]),
 ]  # fmt: skip
 """Faults on one rank that end the other as well; each needs processes of its own."""
 
