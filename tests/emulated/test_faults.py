@@ -39,7 +39,10 @@ CHECKPOINTING = ["enable_activation_checkpointing=True"]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "checkpointing": ("full", CHECKPOINTING),
     "offloading": ("full", [*CHECKPOINTING, "enable_activation_offloading=True"]),
-    "auto": ("full", ["micro_batch_size=auto", "adaptive_batching.memory_limit=2GiB"]),
+    "auto": (
+        "full",
+        ["micro_batch_size=auto", "adaptive_batching.memory_limit=2GiB", "adaptive_batching.audit_every=100000"],
+    ),
     "split": ("full", ["micro_batch_size=2"]),
     "accumulation": ("full", ["gradient_accumulation_steps=2"]),
     "validation": ("full", VALIDATE),
