@@ -37,9 +37,6 @@ from adaptive_batching._values import ConfigError, first_line
 
 log = logging.getLogger(__name__)
 
-_FEW = 32  # samples of which some show what computes over the batch
-_MOST_TOGETHER = 7  # of these
-
 Backward = Callable[[torch.Tensor], None]
 
 
@@ -93,7 +90,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             rule = SplitRule(by_length=self.limit.bound is not None)
             split = split_samples(self.lengths(samples), rule, self.limit.max_tokens)
             parts = [[samples[index] for index in part] for part in split]
-        if len(parts) > 1 and (module := self.batch_dependent_module()) is not None:
+        module = None if self.limit.max_tokens is None else self.batch_dependent_module()
+        if module is not None and self._parallel.ranks.any(len(parts) > 1):  # on all ranks, as others would wait
             raise ConfigError(
                 f"max_tokens={self.limit.bound} would change the result: {module} computes over the batch, so its "
                 "parts do not add up; set max_tokens=None and a smaller batch size"

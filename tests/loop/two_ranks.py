@@ -209,6 +209,9 @@ def mistakes(kind: str) -> dict[str, Any]:
         "balanced": error_of(lambda: make_step(kind, make_model(), balance_ranks=RANK == 0)[1](batch)),
         "long": error_of(lambda: train_with(kind, make_model("forward"), 20 if RANK == 1 else 10**9)),
     }
+    model = make_model(norm=nn.BatchNorm1d(16))
+    few = batch if RANK == 1 else batch[:1]
+    found["batch norm"] = error_of(lambda: make_step(kind, model, max_tokens=32, balance_ranks=False)[1](few))
     for max_tokens in (64, None):
         model = make_model("forward", Centred())
         found[f"Centred, {max_tokens}"] = error_of(partial(train_with, kind, model, 64, max_tokens))
