@@ -1,4 +1,4 @@
-"""What a forward may hold: what the user allows, and what running out of memory has taught."""
+"""The limit on the tokens of a forward pass: the user's own, and one learned from running out of memory."""
 
 from __future__ import annotations
 

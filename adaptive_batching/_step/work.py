@@ -51,10 +51,10 @@ class Work(ABC, Generic[Samples, P, R]):
     """Where parts run; None if the host releases memory itself, in :meth:`forget`."""
 
     limit: TokenLimit
-    """What a forward may hold; :meth:`split` keeps to it."""
+    """The limit on the tokens of a part, which :meth:`split` keeps to."""
 
     state: State | None = None
-    """What a forward may change besides gradients, and what is put back; None if it changes nothing."""
+    """State that a forward pass changes besides gradients, and that is put back; None if there is none."""
 
     what = "the step's samples"
     """The name of all that runs again, for messages."""

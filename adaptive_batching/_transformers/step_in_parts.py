@@ -123,7 +123,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
         self.size = size
         self.limit = TokenLimit()
-        """What a forward may hold."""
+        """The limit on the tokens of a part."""
 
         # NEFTune scales its noise by the length of a batch: a sample shares a forward only with others of its batch.
         self._noisy = [module for module in trainer.model.modules() if hasattr(module, "neftune_noise_alpha")]

@@ -75,7 +75,7 @@ def test_memory_may_run_out_at_any_moment_of_a_collective(finished: Finished) ->
 def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
     case: FailingCollective, launched: tuple[Path, str]
 ) -> None:
-    """Whether a collective has reached the other ranks is not known; or memory runs out again, while they are told."""
+    """It does not know if a collective has reached the others, or runs out again while it tells them."""
     lost, said = (
         "lost the connection to another rank",
         "memory ran out inside a collective: whether the other ranks got",

@@ -1,4 +1,4 @@
-"""What a recipe computes in a step: its batches in micro-batches, forward and backward of each, and the optimizer."""
+"""The step of a recipe: splitting batches into micro-batches, their forward and backward, and the optimizer."""
 
 from __future__ import annotations
 
