@@ -3,8 +3,8 @@
     python -m tests.integration.limited_recipe <folder> '{<name>: [<argument>, ...], ...}'
 
 Each runs in a fork of this process, which has imported what they need, and prints to ``<name>.txt`` in the folder.
-With ``only_probes`` it then probes, runs eight steps of worst-case samples at the answer, and one step of as many more
-as what is left free would hold, and two. Else it trains, under the limit of our field.
+With ``only_probes`` it then probes, runs eight steps of worst-case samples at the answer, and steps of two, four, six
+and eight more than what is left free would hold, until one runs out. Else it trains, under the limit of our field.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from adaptive_batching._memory.host_limits import status
 from adaptive_batching._memory.meter import CpuMeter
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import within_memory_limit
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.stored_probe import StoredProbe
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.train.probing import Probe
@@ -55,17 +56,23 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
         step.run(step.make_batch(result.batch_size))
     (b0, peak0), *_, (b1, peak1) = [(m.batch_size, m.peak_bytes or 0) for m in result.measurements if m.fits][1:]
     free = extra_mib * MIB - (result.budget_bytes - data_before)
-    larger_fails = False
-    try:
-        step.run(step.make_batch(result.batch_size + 2 + int(free / ((peak1 - peak0) / (b1 - b0)))))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        larger_fails = True
+    filling = result.batch_size + int(free / ((peak1 - peak0) / (b1 - b0)))
+    # By which the process may grow is more than was measured, where an allocator's pages are given back meanwhile.
+    larger_fails = any(runs_out(step, filling + more) for more in (2, 4, 6, 8))
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
     seen = {"larger_fails": larger_fails, "unchanged": unchanged, "left_bytes": after - before}
     print("OUTCOME " + json.dumps({**seen, **result.to_dict()}), flush=True)
     raise SystemExit(0)
+
+
+def runs_out(step: TrainingStep, size: int) -> bool:
+    try:
+        step.run(step.make_batch(size))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return True
+    return False
 
 
 def snapshot(host: Host) -> list[torch.Tensor]:
