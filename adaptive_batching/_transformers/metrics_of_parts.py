@@ -8,6 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._transformers.declared import counted_by_trl
+from adaptive_batching._transformers.loss_kind import LossKind
+
 _EXTREMES = {"min": min, "max": max}
 _NAME_OF_EXTREME = re.compile(r"(?:^|[/_])(min|max)(?:$|[/_])")
 _OVER_ANSWERS = {
@@ -17,6 +21,50 @@ _OVER_ANSWERS = {
 
 Share = tuple[float, float]
 """A sum of values and that of their weights; for an extreme, it and 1."""
+
+
+class TrlMetrics:
+    """What a trainer of TRL counts in the parts of a step: those after this has been made.
+
+    It is False for other trainers.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        counted = counted_by_trl(trainer)
+        self._before = {key: list(values) for key, values in counted["train"].items()} if "train" in counted else None
+        self._tokens_before = 0 if self._before is None else trainer._total_train_tokens
+
+    def __bool__(self) -> bool:
+        return self._before is not None
+
+    def become_those_of_the_step(
+        self, batches: Sequence[Any], numbers: Sequence[float], kind: LossKind, ranks: Ranks
+    ) -> None:
+        """Make what parts have counted that of the step on all ranks, as one batch.
+
+        TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
+
+        Args:
+            batches: That have run as parts.
+            numbers: Of the losses in each.
+            kind: What the loss is.
+            ranks: That train together.
+        """
+        before, trainer = self._before, self._trainer
+        assert before is not None
+        metrics = trainer._metrics["train"]
+        new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
+        ran = zip(batches, numbers, strict=True)
+        counted = [(batch, number) for batch, number in ran if number or kind.takes_number]  # others count nothing
+        tokens = trainer._total_train_tokens - self._tokens_before
+        here = shares(new, counted)
+        of_ranks, counts = zip(*ranks.gather((here, tokens)), strict=True)
+        for key in here:
+            value = metric_of(key, (of_rank[key] for of_rank in of_ranks if key in of_rank))
+            metrics[key] = [*before.get(key, ()), value]
+        trainer._total_train_tokens = self._tokens_before + sum(counts)
+        metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
 def shares(new: Mapping[str, Sequence[float]], counted: Sequence[tuple[Any, float]]) -> dict[str, Share]:

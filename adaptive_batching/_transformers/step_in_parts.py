@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,56 +15,46 @@ from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching import _state
 from adaptive_batching._loop.samples import SampleWork, collated
-from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._state import rehearsal
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.forward_times import ForwardTimes
-from adaptive_batching._step.judge import Audit, GradientsDifferError, gradient_error
+from adaptive_batching._step.judge import Audit, GradientsDifferError
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part, in_halves
-from adaptive_batching._transformers.declared import counted_by_trl, state_of
+from adaptive_batching._transformers.check_of_rows import check_rows
+from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,
     alone,
-    has_decoder,
     is_left_out,
     replaced,
     rows_of,
     unheard,
 )
 from adaptive_batching._transformers.loss_kind import LossKind, beside_each_other, kinds_of
-from adaptive_batching._transformers.metrics_of_parts import metric_of, shares
+from adaptive_batching._transformers.metrics_of_parts import TrlMetrics
+from adaptive_batching._transformers.neftune import NeftuneNoise
 from adaptive_batching._transformers.older_versions import scaling_loss_func
 from adaptive_batching._transformers.row_of_samples import (
-    Carried,
     NoRowError,
-    Piece,
     Row,
     RowAttention,
-    Watch,
-    joined,
-    pieces_of,
     row_of,
-    with_another_first,
 )
 from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
-from adaptive_batching._values import DRY_RUN, ByLength, ConfigError, Fixed, SplitSize, first_line, percent
+from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize, first_line, percent
 
 log = logging.getLogger(__name__)
 
 Parts = list[list[Sample]]
-Metrics = tuple[dict[str, list[float]], int]
-"""What TRL counts in training, by its name, and the number of tokens."""
-
 ForwardBackward = Callable[[Any, Any], torch.Tensor]
 """(batch, num_items_in_batch) -> the loss; what ``training_step`` of a trainer does."""
 
@@ -125,10 +113,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.limit = TokenLimit()
         """The limit on the tokens of a part."""
 
-        # NEFTune scales its noise by the length of a batch: a sample shares a forward only with others of its batch.
-        self._noisy = [module for module in trainer.model.modules() if hasattr(module, "neftune_noise_alpha")]
+        self._noise = NeftuneNoise(trainer.model)
         self._batch_of: dict[int, int] = {}  # by the identity of a sample
-        self.joins_batches = joins_batches and not self._noisy
+        self.joins_batches = joins_batches and not self._noise
         """True if samples of several batches may run together."""
 
         self._trainer, self._dependent_module = trainer, dependent_module
@@ -178,7 +165,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.samples = [sample for batch in inputs.batches for sample in batch]
         self._batch_of = {id(sample): number for number, batch in enumerate(inputs.batches) for sample in batch}
         self._forward_backward = forward_backward
-        saved = _metrics_of(self._trainer)
+        metrics = TrlMetrics(self._trainer)
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
         self._timer.read()  # of the step before
         if self.in_rows:
@@ -188,7 +175,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         losses = [loss for _, loss in self.runner.end()]
         self._note(inputs)
         self._parallel.sum_gradients(1 / self._parallel.ranks.size)
-        self._share_metrics(saved)
+        if metrics:
+            metrics.become_those_of_the_step(self._batches, self._numbers, self.kind, self._parallel.ranks)
         self._batches, self._rows = [], []
         return torch.stack(losses).sum()
 
@@ -297,7 +285,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if not self.in_rows or batch is None:
             return batch, None
         try:
-            row = self._row_of(batch, self._targets)
+            row = self.row_of_batch(batch, self._targets)
         except NoRowError as error:  # which those that were looked at are not
             if not self._has_warned:
                 log.warning("some samples are padded: %s", error)
@@ -314,7 +302,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return None
         return batch if rows_of(batch) else None
 
-    def _row_of(self, batch: Any, targets: Sequence[str]) -> Row:
+    def row_of_batch(self, batch: Any, targets: Sequence[str]) -> Row:
         return row_of(batch, targets, self.kind.no_target)
 
     def cut_again(self, row: Row, shortest: int) -> Row:
@@ -322,13 +310,17 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return row.cut_again(shortest, self._targets)
 
     def _lay_end_to_end(self, samples: Sequence[Sample]) -> None:
-        """Have samples laid end to end if the model computes the same; leave a line that says why not, or that so."""
+        """Have samples laid end to end if the model computes the same; else leave a line that says why not."""
         why = ""
         batch = collated(samples[:1], self.collate)
         shifts = tuple(key for key in dict.fromkeys((self.kind.key, "labels")) if key in batch)
         for targets in (shifts, ()) if self.kind.of.startswith("shifted") else ((), shifts):
             try:
-                off = self._off_in_rows(samples, targets)
+                if self._length is None:
+                    raise NoRowError("the tokens of a sample are not known")
+                if self._noise:
+                    raise NoRowError("neftune_noise_alpha scales noise by the length of a row")
+                off = check_rows(self, self._trainer.model, samples, targets, self._parallel.ranks)
             except Exception as error:  # of a model that nobody here has seen, alike on all ranks
                 why = str(error) if isinstance(error, NoRowError) else f"{type(error).__name__}: {first_line(error)}"
                 end_forward(self.models)
@@ -344,79 +336,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
         how = "with padding, in forwards of similar length" if self.pads else "as they are collated"
         log.info("samples of %s run %s: %s", name, how, why)
-
-    def _off_in_rows(self, samples: Sequence[Sample], targets: tuple[str, ...]) -> str | None:
-        """Return how far the gradient of a row is from that of its samples, in words; None for rounding.
-
-        A few tokens of some samples run by themselves and in a row, and in two rows that differ in the first sample,
-        which has no targets: all of it as parts of training run, and nothing of it stays.
-
-        Raises:
-            NoRowError: If samples cannot lie end to end.
-        """
-        kind, ranks, model = self.kind, self._parallel.ranks, self._trainer.model
-        if has_decoder(model):
-            raise NoRowError("it has an encoder and a decoder")
-        if kind.of == "samples":
-            raise NoRowError(f"its loss is {kind}, and a row has tokens")
-        if self._length is None:
-            raise NoRowError("the tokens of a sample are not known")
-        if self._noisy:
-            raise NoRowError("neftune_noise_alpha scales noise by the length of a row")
-        row = self._row_of(collated(samples, self.collate), ())
-        targets = tuple(key for key in targets if key in row.inputs and "shift_labels" not in row.inputs)
-        pieces = pieces_of(row, kind.key)
-        if not pieces:
-            raise NoRowError("no sample has targets")
-        batches, watch, parameters = [piece.alone() for piece in pieces], Watch(), self.parameters()
-        numbers = [kind.count(batch, 1) for batch in batches]
-        total = sum(numbers)
-
-        def in_row(pieces: Sequence[Piece], number: Any, around: Callable[..., Any]) -> Callable[[], torch.Tensor]:
-            made = joined(pieces, targets, kind.no_target)
-
-            def run() -> torch.Tensor:
-                with around(made.bounds):
-                    return self._run(dict(made.inputs), number, total, 1)
-
-            return run
-
-        def error(*runs: Sequence[Callable[[], torch.Tensor]]) -> tuple[float, float]:
-            one, other = (lambda run=run: not self.run(run).failed for run in runs)
-            with rehearsal(self.state, parameters[0].device, parameters) as start_over:
-                compared = gradient_error(parameters, one, other, start_over)
-            if ranks.any(compared is None):
-                raise NoRowError("memory ran out, or a gradient is not finite")
-            assert compared is not None
-            return ranks.largest(compared[0]), ranks.largest(compared[1])
-
-        def watched() -> torch.Tensor:
-            try:
-                return of_watched()
-            except Exception as raised:
-                if is_out_of_memory(raised) or not watch.explains(raised):
-                    raise
-                raise NoRowError(watch.why_not(model) or first_line(raised)) from raised
-
-        of_watched = in_row(pieces, total, partial(watch.on, self._attention))
-        alone = [
-            partial(self._run, batch, number, total, len(batches))
-            for batch, number in zip(batches, numbers, strict=True)
-        ]
-        off, rounding = error([watched], [watched] if DRY_RUN in os.environ else alone)  # in one, all values are zero
-        if ranks.any((why := watch.why_not(model)) is not None):
-            raise NoRowError(why or "on another rank, a row is another")
-        if off > rounding:
-            return f"the gradient of a row is {percent(off)} off that of its samples"
-        rows = with_another_first(pieces, model, kind.key, kind.no_target)
-        number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
-        carried = Carried(model)
-        leak, rounding = error(*([in_row(row, number, partial(carried.on, self._attention))] for row in rows))
-        if ranks.any((name := carried.module()) is not None):
-            raise NoRowError(f"{name or 'a module'} carries a sample over into the next")
-        if leak > rounding / 4:  # of experts, which get other numbers of tokens; elsewhere the two are equal
-            return f"a sample changes the gradient of those after it by {percent(leak)}"
-        return None
 
     def split(self, groups: Sequence[Sequence[list[Sample]]]) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
@@ -548,41 +467,21 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
 
     def _noise_of(self, parts: Sequence[Part]) -> list[float]:
-        """Return what NEFTune's noise is multiplied by in each of ``parts``, so that it is that of whole batches.
-
-        It is divided by the root of the length to which samples are padded, which is that of the longest in a batch.
-        """
-        if not self._noisy:
-            return [1.0] * len(parts)
         name = getattr(self._trainer.model, "main_input_name", "input_ids")
         lengths = [float(batch[name].shape[-1]) if name in batch else 1.0 for batch in self._batches]
         batches = [self._batch_of.get(id(part.samples[0]), -1) for part in parts]
-        of_batch = [[lengths[at] for at, other in enumerate(batches) if other == batch] for batch in batches]
-        join = max if self.pads else math.fsum  # of what is laid end to end, the length is that of all samples
-        return [math.sqrt(length / join(others)) for length, others in zip(lengths, of_batch, strict=True)]
-
-    @contextlib.contextmanager
-    def _with_noise(self, factor: float) -> Iterator[None]:
-        """Have NEFTune multiply its noise by ``factor`` inside."""
-        before = [module.neftune_noise_alpha for module in self._noisy]
-        for module, alpha in zip(self._noisy, before, strict=True):
-            module.neftune_noise_alpha = factor * alpha
-        try:
-            yield
-        finally:
-            for module, alpha in zip(self._noisy, before, strict=True):
-                module.neftune_noise_alpha = alpha
+        return self._noise.factors(lengths, batches, pads=self.pads)
 
     def _run_row(
         self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part, noise: float
     ) -> torch.Tensor:
         is_timed = isinstance(self.size, ByLength) and not _state.rehearsing  # as in an audit
         with (
-            self._with_noise(noise),
+            self._noise.times(noise),
             self._around(row),
             self._timer.around(part) if is_timed else contextlib.nullcontext(),
         ):
-            return self._run(batch if row is None else dict(row.inputs), number, total, num_parts)
+            return self.run_inputs(batch if row is None else dict(row.inputs), number, total, num_parts)
 
     def _observe(self, part: Part, seconds: float) -> None:
         if self.in_rows:
@@ -593,7 +492,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def put_back(self) -> None:
         self._timer.forget()
 
-    def _run(self, batch: Any, number: Any, total: Any, num_parts: int) -> torch.Tensor:
+    def run_inputs(self, batch: Any, number: Any, total: Any, num_parts: int) -> torch.Tensor:
         trainer = self._trainer
         if self.kind.takes_number:
             trainer.current_gradient_accumulation_steps = num_parts
@@ -627,34 +526,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def batch_dependent_module(self) -> str | None:
         return self._dependent_module
-
-    def _share_metrics(self, saved: Metrics | None) -> None:
-        """Make what TRL has counted in the parts of this step that of the step on all ranks, as one batch.
-
-        TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
-        """
-        if saved is None:
-            return
-        before, tokens_before = saved
-        metrics = self._trainer._metrics["train"]
-        new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
-        ran = zip(self._batches, self._numbers, strict=True)
-        counted = [(batch, number) for batch, number in ran if number or self.kind.takes_number]  # others count nothing
-        tokens = self._trainer._total_train_tokens - tokens_before
-        here = shares(new, counted)
-        of_ranks, counts = zip(*self._parallel.ranks.gather((here, tokens)), strict=True)
-        for key in here:
-            value = metric_of(key, (of_rank[key] for of_rank in of_ranks if key in of_rank))
-            metrics[key] = [*before.get(key, ()), value]
-        self._trainer._total_train_tokens = tokens_before + sum(counts)
-        metrics["num_tokens"] = [self._trainer._total_train_tokens]
-
-
-def _metrics_of(trainer: Any) -> Metrics | None:
-    """Return what TRL has counted in training so far; None for other trainers."""
-    if "train" not in (counted := counted_by_trl(trainer)):
-        return None
-    return {key: list(values) for key, values in counted["train"].items()}, trainer._total_train_tokens
 
 
 def _is_padded_first(batch: Mapping[str, Any]) -> bool:
