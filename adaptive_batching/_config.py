@@ -61,10 +61,10 @@ class AdaptiveBatchingConfig:
     None: the whole batch. The gradient stays the same."""
 
     padding: bool = False
-    """True to have ``micro_batch_size=auto`` pad samples of similar length, rather than lay them end to end."""
+    """True to have ``micro_batch_size=auto`` pad samples of similar length, rather than pack them without padding."""
 
     balance_ranks: bool = True
-    """False to have each rank compute the samples that it has drawn, with ``micro_batch_size=auto``."""
+    """False to have each rank compute its own samples, with ``micro_batch_size=auto``."""
 
     save_every_n_steps: int | None = None
     """Optimizer steps between checkpoints. None saves one per epoch, as stock does."""

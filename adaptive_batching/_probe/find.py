@@ -30,7 +30,7 @@ from adaptive_batching._probe.does_not_fit import (
     require_room,
 )
 from adaptive_batching._probe.probed_step import TrainingStep
-from adaptive_batching._probe.search import SEARCHES, Sizes, StepTimes, settle_for_enough
+from adaptive_batching._probe.search import SEARCHES, Sizes, StepTimes, find_enough
 from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_sizes
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
@@ -70,7 +70,7 @@ class _Search:
         self._num_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.sizes: Sizes | None = None
-        self.settled: int | None = None  # what is enough, and fits by far
+        self.enough: int | None = None  # what is enough, and fits by far
 
     def run(self, candidates: Sequence[int]) -> None:
         """Run sizes among ``candidates`` as the search asks for them, and confirm its answer.
@@ -102,8 +102,8 @@ class _Search:
                 )
                 search = SEARCHES[config.search]
                 if self._times is not None and config.search == "predict":
-                    self.settled = self._settle(sizes, self._times)
-                if self.settled is None:
+                    self.enough = self._find_enough(sizes, self._times)
+                if self.enough is None:
                     search(sizes)
                     while sizes.largest is not None and not sizes.confirm():
                         search(sizes)  # among smaller sizes, as its answer could not be repeated
@@ -111,12 +111,12 @@ class _Search:
             if self.sizes is not None or not is_out_of_memory(error):
                 raise
             ranks.all(False)
-        if self.settled is not None and meter.device.type == "cpu":  # as a rule, what runs leaves a fifth of the budget
+        if self.enough is not None and meter.device.type == "cpu":  # as a rule, what runs leaves a fifth of the budget
             keep_freed_memory_on_the_host()
 
-    def _settle(self, sizes: Sizes, times: StepTimes) -> int | None:
+    def _find_enough(self, sizes: Sizes, times: StepTimes) -> int | None:
         ranks = self._ranks
-        return settle_for_enough(
+        return find_enough(
             sizes, self._request.suffices, partial(_largest, times.enough, ranks),
             lambda small, large: ranks.any(times.is_worth(small, large)),
         )  # fmt: skip
@@ -260,15 +260,15 @@ def find_largest(
     if (advice := allocator_advice(meter.device)) is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
     search.run(candidates)
-    sizes, settled = search.sizes, search.settled
+    sizes, enough = search.sizes, search.enough
     if sizes is None or sizes.largest is None:
         raise DoesNotFitError(search.why_nothing_fits(remedy))
     batch_size, reason = sizes.largest, "memory" if sizes.largest != candidates[-1] else request.upper_reason
     result = ProbeResult(
-        batch_size, "larger forwards would gain little" if settled else reason, int(sizes.budget_bytes),
+        batch_size, "larger forwards would gain little" if enough else reason, int(sizes.budget_bytes),
         meter.total_bytes, config.search, time.perf_counter() - start, sizes.measurements,
-        predicted=_predicted(sizes, settled), enough=settled,
-        exact=_unrounded(sizes) if request.rounds and not settled else None,
+        predicted=_predicted(sizes, enough), enough=enough,
+        exact=_unrounded(sizes) if request.rounds and not enough else None,
     )  # fmt: skip
     _log_result(result)
     return result
@@ -299,12 +299,12 @@ def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     return wanted if has_answer else None
 
 
-def _predicted(sizes: Sizes, settled: int | None) -> list[tuple[int, int]]:
+def _predicted(sizes: Sizes, enough: int | None) -> list[tuple[int, int]]:
     """Return two points of the bound by which a size is enough, or of the line by which no larger one fits."""
     largest = sizes.largest
     assert largest is not None
-    if settled is not None:
-        return [(size, int(sizes.at_most(size))) for size in sorted({largest, settled})]
+    if enough is not None:
+        return [(size, int(sizes.at_most(size))) for size in sorted({largest, enough})]
     if (line := sizes.line()) is None or sizes.low + 1 >= len(sizes.candidates):
         return []
     ran = sorted({m.batch_size for m in sizes.measurements if m.peak_bytes is not None and not m.retries})

@@ -272,7 +272,7 @@ class StepTimes(Protocol):
         """Return False if a search for up to ``large`` costs more than the run gains by it over ``small``."""
 
 
-def settle_for_enough(
+def find_enough(
     sizes: Sizes,
     suffices: int | None,
     enough: Callable[[], int | None] = lambda: None,

@@ -51,32 +51,6 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True)
-class HostRules:
-    """Where the hosts of a run differ."""
-
-    keeps_rest: bool = False
-    """The last step of an epoch has the samples that are left, be they fewer than a batch."""
-
-    plans_first: bool = False
-    """Batches are planned before forwards are probed, which the largest step bounds; see :meth:`Sizing.of_forwards`."""
-
-    tries_configured: bool = False
-    """A probe for the batch considers the configured size even if it does not grow from there."""
-
-    is_coarse_unrounded: bool = False
-    """Without rounding to a power of two, the maximum is found up to an eighth."""
-
-    keeps_batches: bool = False
-    """With ``keep_global_batch`` it is not the batch that becomes larger, but its forwards."""
-
-
-RECIPES = HostRules()
-TRAINER = HostRules(
-    keeps_rest=True, plans_first=True, tries_configured=True, is_coarse_unrounded=True, keeps_batches=True
-)
-
-
-@dataclass(frozen=True)
 class Sizes:
     """The sizes that a run trains with, as far as they are known before it has begun."""
 
@@ -119,7 +93,8 @@ class Sizing:
     batch_size: int  # as configured
     accumulation: Accumulation
     equal_parts: int = 1  # of a batch, each of which has a backward pass of its own
-    rules: HostRules = RECIPES
+    keeps_batches: bool = False
+    """True if with ``keep_global_batch`` it is not the batch that becomes larger, but its forwards."""
 
     @property
     def upper(self) -> int:
@@ -132,7 +107,7 @@ class Sizing:
         request = self.request
         return self._sizes(request.upper, request.upper_reason, self.settings.micro_batch_size)
 
-    def settle(self, largest: int, bound: str) -> Sizes:
+    def sizes_from_probe(self, largest: int, bound: str) -> Sizes:
         """Return the sizes of a run whose probe has found ``largest``, which ``bound`` keeps from being larger."""
         settings, size, maximum = self.settings, self.settings.micro_batch_size, largest
         if isinstance(size, Fixed):
@@ -149,7 +124,7 @@ class Sizing:
     def _sizes(self, maximum: int, reason: str, size: MicroBatchSize, fits: int | None = None) -> Sizes:
         settings, batch_size, maximum = self.settings, self.batch_size, maximum * self.equal_parts
         if settings.use_maximum_batch_size and not settings.grows:
-            if self.rules.keeps_batches and isinstance(self.accumulation, KeepGlobal):
+            if self.keeps_batches and isinstance(self.accumulation, KeepGlobal):
                 size = Fixed(self.accumulation.allowed(maximum))
             else:
                 batch_size = self.accumulation.allowed(maximum)
@@ -162,7 +137,8 @@ class Sizing:
 
 def size_up(
     settings: AdaptiveBatchingConfig, *, batch_size: int, accumulation: int, samples: int,
-    run_samples: int | None = None, equal_parts: int = 1, holds_gradients: bool = False, rules: HostRules = RECIPES,
+    run_samples: int | None = None, equal_parts: int = 1, holds_gradients: bool = False, keeps_rest: bool = False,
+    plans_first: bool = False, keeps_batches: bool = False,
 ) -> Sizing:  # fmt: skip
     """Decide what to ask of a probe, if anything, and what its answer means.
 
@@ -174,7 +150,10 @@ def size_up(
         run_samples: After which the run ends, be it within an epoch; None for no such number.
         equal_parts: Of a batch, each of which has a backward pass of its own, and is what is probed.
         holds_gradients: True if a forward runs while gradients are held for another reason than those of the settings.
-        rules: Of the host.
+        keeps_rest: True if the last step of an epoch has the samples that are left, be they fewer than a batch.
+        plans_first: True if batches are planned before forwards are probed, which the largest step bounds; see
+            :meth:`Sizing.of_forwards`.
+        keeps_batches: True if with ``keep_global_batch`` it is not the batch that becomes larger, but its forwards.
     """
     size, grows, window = settings.micro_batch_size, settings.grows, batch_size * accumulation
     is_whole = isinstance(size, Whole)
@@ -185,30 +164,26 @@ def size_up(
     needs_bound = grows and bounds_batch and settings.max_batch_size is None
 
     upper, reason = samples // accumulation, f"{samples} samples of data"
-    if rules.keeps_rest:
+    if keeps_rest:
         upper = max(upper, min(batch_size, samples))
     if settings.keep_global_batch:
         upper, reason = window, "the global batch, which is kept"
     upper, reason = within(settings, upper, reason)
     if run_samples is not None and run_samples < upper:
         upper, reason = run_samples, f"the {run_samples} samples of the run"
-    if not (settings.resizes or rules.plans_first):
+    if not (settings.resizes or plans_first):
         upper, reason = window, OF_A_STEP  # a forward could take no more
     upper //= equal_parts
 
-    include = None
-    if rules.tries_configured and is_whole:
-        include = min(batch_size, upper)
-    elif grows and not rules.tries_configured:
-        include = batch_size // equal_parts
+    include = min(batch_size // equal_parts, upper) if bounds_batch or grows else None
     rounds = settings.round_to_power_of_two and not bounds_forwards  # what a forward may take is no size to round
     request = ProbeRequest(
         upper, reason, include, rounds,
-        coarse=bounds_forwards or (rules.is_coarse_unrounded and not rounds),
+        coarse=bounds_forwards,
         in_parts=splits or accumulation > 1 or holds_gradients,
         may_stop_early=isinstance(size, ByLength) and not settings.use_maximum_batch_size,
     )  # fmt: skip
-    if rules.keeps_rest:
+    if keeps_rest:
         batch_size = min(batch_size, samples)
     kept = KeepGlobal(batch_size * accumulation) if settings.keep_global_batch else None
     return Sizing(
@@ -221,7 +196,7 @@ def size_up(
         batch_size=batch_size,
         accumulation=kept or InParts(accumulation, equal_parts),
         equal_parts=equal_parts,
-        rules=rules,
+        keeps_batches=keeps_batches,
     )
 
 

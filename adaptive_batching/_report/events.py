@@ -156,7 +156,7 @@ def balance_of(rows: Sequence[Row]) -> str:
     slowest, as_drawn = (sum(getattr(row, name) for row in rows) / samples for name in ("slowest", "slowest_as_drawn"))
     moved = sum(row.moved for row in rows) / samples
     return (
-        f"the slowest has {slowest:.2f} times the mean work, and {as_drawn:.2f} times with samples as drawn; "
+        f"the slowest has {slowest:.2f} times the mean work, and {as_drawn:.2f} times without balancing; "
         f"{100 * moved:.0f} % of them moved"
     )
 

@@ -26,7 +26,7 @@ from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, memory_budget
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.sizing import TRAINER, ProbeRequest, Sizes, Sizing, size_up
+from adaptive_batching._probe.sizing import ProbeRequest, Sizes, Sizing, size_up
 from adaptive_batching._probe.stored_probe import StoredProbe, read_stored, taken_again
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
@@ -302,14 +302,15 @@ class AdaptiveRun:
         is_bound = data.has_length or not settings.use_maximum_batch_size  # by the samples of a run of max_steps
         samples = -(-data.num_samples // args.world_size) if is_bound else _ENDLESS
         self.sizing = sizing = size_up(
-            settings, batch_size=configured, accumulation=accumulated, samples=samples, rules=TRAINER
-        )
+            settings, batch_size=configured, accumulation=accumulated, samples=samples,
+            keeps_rest=True, plans_first=True, keeps_batches=True,
+        )  # fmt: skip
         self.step = step = self._make_step(data, splits=sizing.splits)
 
         sizes = sizing.unprobed
         if sizing.probes and sizing.bounds_batch:
             result = self._find(sizing.request, data, step).result
-            sizes = sizing.settle(result.batch_size, result.bound)
+            sizes = sizing.sizes_from_probe(result.batch_size, result.bound)
         if isinstance(sizes.micro_batch_size, Whole) and sizes.batch_size > sizes.maximum:
             log.warning(
                 "per_device_train_batch_size=%d is above the maximum of %d, bound by %s; starting there",

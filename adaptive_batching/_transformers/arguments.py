@@ -55,7 +55,7 @@ class AdaptiveArguments:
         "per_device_train_batch_size. The gradient stays the same.",
     )
     padding: bool = _setting(
-        False, "Pad samples of similar length with micro_batch_size=auto, rather than lay them end to end."
+        False, "Pad samples of similar length with micro_batch_size=auto, rather than pack them without padding."
     )
     balance_ranks: bool = _setting(True, "Share out the samples of a step among devices with micro_batch_size=auto.")
     memory_limit: float | str | None = _setting(None, "Device memory that training may use in total: 40GiB or 90%.")

@@ -229,7 +229,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                     "longest sample: pad on the right (tokenizer.padding_side='right')"
                 ) from error
         if self.in_rows:
-            log.info("samples are laid end to end, without padding: attention stays within each")
+            log.info("samples are packed without padding, and attention stays within each")
 
     def _compare_as_rows_if_it_may_be(self, one: list[Sample], other: list[Sample]) -> None:
         """Compare rows with the padded batch, and where they differ, what is padded in their place.

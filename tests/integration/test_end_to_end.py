@@ -93,5 +93,8 @@ def test_a_loss_that_is_another_in_a_row_gets_padded_samples(
     make = staticmethod(lambda parts: NotOfRows(parts.collate, parts.loss, parts.activations, parts.num_chunks))
     monkeypatch.setattr(AdaptiveBatching, "make_objective", make)
     run = tune_run("full", *AUTO, "adaptive_batching.audit_every=1000")
-    assert "samples of similar length are padded, as they cannot lie end to end: NotOfRows has a loss of" in caplog.text
+    assert (
+        "samples of similar length are padded, as they cannot be packed without padding: NotOfRows has a loss of"
+        in caplog.text
+    )
     assert is_padded(run)

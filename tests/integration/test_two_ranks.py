@@ -176,7 +176,7 @@ def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
     assert_close_weights(kind, recovered, undisturbed)
     rows = finished(f"{kind}_rows")
     assert rows.metrics[-1]["oom_retries"] == 2
-    assert "cannot lie end to end" not in output_of(launched, f"{kind}_rows")
+    assert "cannot be packed" not in output_of(launched, f"{kind}_rows")
     assert_close_weights(kind, rows, undisturbed)
 
 

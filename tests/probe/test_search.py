@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._probe.search import BY_FAR, SEARCHES, WORTH, Sizes, settle_for_enough
+from adaptive_batching._probe.search import BY_FAR, SEARCHES, WORTH, Sizes, find_enough
 from adaptive_batching._probe.sizes import Measurement, candidate_sizes
 from adaptive_batching._step.forward_times import ForwardTimes
 
@@ -183,29 +183,29 @@ def test_what_is_enough_runs_or_fits_by_far_by_what_ran(
 ) -> None:
     device = Device(peak, level * peak(upper) + 1, resting)
     sizes = device.sizes(candidate_sizes(upper, powers_of_two=False, coarse=True))
-    settled = settle_for_enough(sizes, suffices, lambda: wanted, lambda small, large: is_worth)
-    if settled is None:
+    found = find_enough(sizes, suffices, lambda: wanted, lambda small, large: is_worth)
+    if found is None:
         before = len(device.runs)
         SEARCHES["predict"](sizes)
         assert sizes.largest is None or sizes.largest * (1 + WORTH) >= device.largest_of(sizes.candidates) - 1
         assert len(device.runs) == len({*device.runs}) or sizes.largest is None or before == 0
         return
-    assert device.resting + peak(settled) <= device.budget
-    assert settled in device.runs or device.resting + peak(settled) <= BY_FAR * device.budget
+    assert device.resting + peak(found) <= device.budget
+    assert found in device.runs or device.resting + peak(found) <= BY_FAR * device.budget
     assert suffices is not None or wanted is not None or upper <= 2
     if suffices is not None:
-        assert settled >= min(suffices, upper)
+        assert found >= min(suffices, upper)
     elif is_worth and wanted is not None:
-        assert settled >= min(wanted, upper)
+        assert found >= min(wanted, upper)
 
 
 def test_rows_that_fit_by_far_take_two_steps() -> None:
     device = Device(lambda b: 2.4e9 + 1.1e9 * b, 79e9, 3.2e9)
     sizes = device.sizes(candidate_sizes(64, powers_of_two=False, coarse=True))
-    assert settle_for_enough(sizes, 8) == 40 and device.runs == [1, 8], "1.4e9 a sample at most, by the row of 8"
+    assert find_enough(sizes, 8) == 40 and device.runs == [1, 8], "1.4e9 a sample at most, by the row of 8"
     small = Device(lambda b: 1e6 * b, 79e9, 3.2e9)
     sizes = small.sizes(candidate_sizes(64, powers_of_two=False, coarse=True))
-    assert settle_for_enough(sizes, 8) == 64 and small.runs == [1], "all of a step fit by what one sample takes"
+    assert find_enough(sizes, 8) == 64 and small.runs == [1], "all of a step fit by what one sample takes"
 
 
 def test_trials_that_cost_more_than_the_rest_of_the_run_gains_by_them_are_not_made() -> None:
@@ -215,5 +215,5 @@ def test_trials_that_cost_more_than_the_rest_of_the_run_gains_by_them_are_not_ma
         times = ForwardTimes(samples)
         times.note(1, 1.5)
         times.note(2, 2.5)
-        settle_for_enough(device.sizes(range(1, 300)), None, lambda: 32, times.is_worth)
+        find_enough(device.sizes(range(1, 300)), None, lambda: 32, times.is_worth)
         assert device.runs[: len(expected)] == expected and (len(device.runs) == 2) == (samples == 10.0)

@@ -15,7 +15,7 @@ import pytest
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.controller import KeepGlobal
 from adaptive_batching._probe.sizes import candidate_sizes
-from adaptive_batching._probe.sizing import RECIPES, TRAINER, Sizes, Sizing, size_up
+from adaptive_batching._probe.sizing import Sizes, Sizing, size_up
 from adaptive_batching._transformers.arguments import AdaptiveArguments
 from adaptive_batching._values import ConfigError, Fixed
 
@@ -62,7 +62,7 @@ def sizing_of(words: str) -> Sizing | None:
         run_samples=10 if "of=10" in rest else None,
         equal_parts=2 if host == "ppo" else 1,
         holds_gradients="held" in rest,
-        rules=TRAINER if host == "trainer" else RECIPES,
+        **dict.fromkeys(("keeps_rest", "plans_first", "keeps_batches"), host == "trainer"),
     )
 
 
@@ -76,12 +76,14 @@ def answers(known: Sizing) -> dict[int | None, Sizes]:
     if not known.probes:
         return {None: known.unprobed}
     sizes = candidate_sizes(max(request.upper, 1), powers_of_two=request.rounds, include=request.include)
-    return {size: known.settle(size, request.upper_reason if size == sizes[-1] else "memory") for size in sizes}
+    return {
+        size: known.sizes_from_probe(size, request.upper_reason if size == sizes[-1] else "memory") for size in sizes
+    }
 
 
 def asked_of(known: Sizing) -> Sizing:
     """Return ``known`` with what is asked of the probe in the end, where a host plans its batches before."""
-    return known.of_forwards(known.accumulation.window(known.batch_size)) if known.rules.plans_first else known
+    return known.of_forwards(known.accumulation.window(known.batch_size)) if known.keeps_batches else known
 
 
 def line_of(words: str, known: Sizing) -> str:
@@ -146,7 +148,7 @@ def test_sizes_stay_within_their_bounds_come_out_even_and_grow_with_the_answer()
                 assert sizes.maximum <= found * known.equal_parts, words
             if found is not None and isinstance(size, Fixed):
                 assert size.samples <= found, words
-                even = sizes.maximum if known.rules is RECIPES else known.accumulation.window(1)
+                even = sizes.maximum if not known.keeps_batches else known.accumulation.window(1)
                 assert settings.grows or even % size.samples == 0, words
             if isinstance(known.accumulation, KeepGlobal) and settings.use_maximum_batch_size and not settings.grows:
                 assert known.accumulation.samples % sizes.batch_size == 0, words
@@ -164,7 +166,7 @@ def test_the_bound_of_a_batch_is_named_in_words() -> None:
         "40 samples of data", "max_batch_size=12", "the global batch, which is kept", "the 10 samples of the run",
         "the samples of an optimizer step",
     ]  # fmt: skip
-    assert KNOWN["recipe maximum auto"].settle(6, "memory").reason == (
+    assert KNOWN["recipe maximum auto"].sizes_from_probe(6, "memory").reason == (
         "memory: about 6 fit, rounded down (round_to_power_of_two)"
     )
 

@@ -18,8 +18,8 @@ _DEQUANTIZES = ("dequantize", "nf4")
 
 
 ELSEWHERE = 0.375
-"""The same of a card that no run was on: what was foretold of programs on an H200, before any had run there, was so far
-off at most, of 13 that were not waiting for the host (`benchmarks/results/on_a_card_forecast_before.json`)."""
+"""The same of a card that no run was on: what was predicted for programs on an H200, before any had run there, was so
+far off at most, of 13 that were not waiting for the host (`benchmarks/results/on_a_card_forecast_before.json`)."""
 
 
 @dataclass(frozen=True)

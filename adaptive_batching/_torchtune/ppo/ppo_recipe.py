@@ -40,12 +40,12 @@ class AdaptivePPO(AdaptiveBatching):
         super().__init__(cfg)
         self._value_checkpoints = Path(cfg.value_checkpointer.output_dir)
 
-    def _settle(self, cfg: DictConfig, report: Report) -> None:
+    def _make_plan(self, cfg: DictConfig, report: Report) -> None:
         stock = StockPPO(self, cfg.ppo_batch_size)
         self._host = host_of(self, stock, Trajectories(stock), self.ranks, self._backward_optimizers)
         run = run_of(self, int(cfg.num_steps), self.learning_rate())
         session = PPOSession(stock, self._host, run, self._settings, self._increase, report, self._stored)
-        session.settle(self._cache_inputs(cfg))
+        session.make_plan(self._cache_inputs(cfg))
         self._session = session
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""A PPO run from its settings to its loop: a probe of backward passes and of rollouts, and what both settle."""
+"""A PPO run from its settings to its loop: a probe of backward passes and of rollouts, and what follows from both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class PPOSession:
-    """A run of PPO on one device, and everything that it has settled on before it trains.
+    """A run of PPO on one device, and all that is decided before it trains.
 
     Args:
         report: Of the run.
@@ -64,13 +64,13 @@ class PPOSession:
     ) -> None:
         self.stock, self.host, self.run, self.settings, self.increase = stock, host, run, settings, increase
         self.split_policy = SplitPolicy()
-        self.training: TrainingRun | None = None  # until it is settled
+        self.training: TrainingRun | None = None  # until there is a plan
         self._report, self._stored = report, stored
         self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
         self._rollout_rows: int | None = None  # trajectories that fit in a forward of a rollout, if probed
         self._rollout_limit = TokenLimit()
 
-    def settle(self, cache_inputs: CacheInputs) -> None:
+    def make_plan(self, cache_inputs: CacheInputs) -> None:
         """Decide all that is decided before training: what fits, how batches are split, how they grow."""
         host, run, stock, settings, increase = self.host, self.run, self.stock, self.settings, self.increase
         report, stored, split_policy = self._report, self._stored, self.split_policy
@@ -109,7 +109,7 @@ class PPOSession:
         """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
 
         A batch that is not split is as many backward passes as the config has in one, each of the largest size.
-        Returned are what the backward passes settle, and the trajectories of a rollout's forward.
+        Returned are what follows from the backward passes, and the trajectories of a rollout's forward.
         """
         host, stock, run, settings = self.host, self.stock, self.run, self.settings
         parts, objective = stock.parts, host.objective
@@ -169,7 +169,7 @@ class PPOSession:
     def train(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> None:
         """Train; the record of the run is told what happens before ``watchers`` are."""
         host, stock, training = self.host, self.stock, self.training
-        assert training is not None, "settle first"
+        assert training is not None, "make a plan first"
         recovers = self.settings.recover_from_oom is not False
         training.attend(hooks, [self._report, *watchers])
 
@@ -185,11 +185,11 @@ class PPOSession:
 
     def note_random_state(self) -> None:
         """Keep the random state for the checkpoint that is saved next."""
-        assert self.training is not None, "settle first"
+        assert self.training is not None, "make a plan first"
         self.training.note_random_state()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint that is saved now holds; None before the run is settled."""
+        """Return what a checkpoint that is saved now holds; None before there is a plan."""
         if self.training is None:
             return None
         state = self.training.state_dict()

@@ -126,7 +126,9 @@ class Probe:
     def probed(self, stored: StoredProbe) -> Probed:
         """Return what the run makes of a ``stored`` probe."""
         result, asked = stored.result, self.sizing.settings.micro_batch_size
-        sizes = self.sizing.settle(stored.samples if self.sizing.bounds_forwards else result.batch_size, result.bound)
+        sizes = self.sizing.sizes_from_probe(
+            stored.samples if self.sizing.bounds_forwards else result.batch_size, result.bound
+        )
         if sizes.micro_batch_size != asked:
             log.warning("micro_batch_size=%s does not fit; using the maximum, %s", asked, sizes.micro_batch_size)
         return Probed(sizes, self.host.objective.size(self.sample), stored)

@@ -156,9 +156,9 @@ class AdaptiveBatching:
         with self._at_work(report):
             with checkpoints.from_last_checkpoint(cfg) if resume else contextlib.nullcontext():
                 super().setup(cfg=cfg)  # type: ignore[misc]
-            self._settle(cfg, report)
+            self._make_plan(cfg, report)
 
-    def _settle(self, cfg: DictConfig, report: Report) -> None:
+    def _make_plan(self, cfg: DictConfig, report: Report) -> None:
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
@@ -170,7 +170,7 @@ class AdaptiveBatching:
             with unchanged_random_state(self._device):
                 held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
         session = Run(host, run, self._settings, self._increase, report, self._stored, held_out)
-        session.settle(self._cache_inputs(cfg))
+        session.make_plan(self._cache_inputs(cfg))
         self._session, self.global_step = session, session.run.first_step
 
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:

@@ -38,7 +38,7 @@ def lay_end_to_end(host: Host) -> Host:
         why = why_not_in_rows(host.models) or _why_not_its_loss(host)
     if host.ranks.any(why is not None):
         why = why or "on another rank a row is another"
-        log.info("samples of similar length are padded, as they cannot lie end to end: %s", why)
+        log.info("samples of similar length are padded, as they cannot be packed without padding: %s", why)
         return host
     return replace(host, rows=RowSeams(host.models))
 

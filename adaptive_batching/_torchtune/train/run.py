@@ -1,4 +1,4 @@
-"""A run from its settings to its last step: what it settles on before it trains, its epochs, and its steps.
+"""A run from its settings to its last step: what it decides before it trains, its epochs, and its steps.
 
 Each decision hands its value on to the next: settings -> host -> sizing -> probed -> split policy -> schedule.
 """
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class Run:
-    """A run of a recipe: :meth:`settle` decides what it trains with, and :meth:`train` trains.
+    """A run of a recipe: :meth:`make_plan` decides what it trains with, and :meth:`train` trains.
 
     Args:
         report: Of the run.
@@ -82,11 +82,11 @@ class Run:
             balances_ranks=settings.balance_ranks,
         )
         self._report, self._stored, self._held_out = report, stored, held_out
-        self.training: TrainingRun | None = None  # until it is settled
+        self.training: TrainingRun | None = None  # until there is a plan
         self._explored: int | str | None = None
         self._validation_limit = TokenLimit()
 
-    def settle(self, cache_inputs: CacheInputs) -> None:
+    def make_plan(self, cache_inputs: CacheInputs) -> None:
         """Decide all that is decided before training: what fits, how batches are split, how they grow."""
         host, run, settings, increase = self.host, self.run, self.settings, self.increase
         report, stored, split_policy = self._report, self._stored, self.split_policy
@@ -125,7 +125,7 @@ class Run:
         """Train; the record of the run is told what happens before ``watchers`` are."""
         host, run, settings, split_policy = self.host, self.run, self.settings, self.split_policy
         training = self.training
-        assert training is not None, "settle first"
+        assert training is not None, "make a plan first"
         recovers = settings.recover_from_oom is not False
         training.attend(hooks, [self._report, *watchers])
 
@@ -149,11 +149,11 @@ class Run:
 
     def note_random_state(self) -> None:
         """Keep the random state of every rank for the checkpoint that is saved next."""
-        assert self.training is not None, "settle first"
+        assert self.training is not None, "make a plan first"
         self.training.note_random_state()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint that is saved now holds; None before the run is settled."""
+        """Return what a checkpoint that is saved now holds; None before there is a plan."""
         if self.training is None:
             return None
         state = self.training.state_dict()
@@ -300,7 +300,7 @@ class TrainingLoop:
 
 
 class TrainingRun:
-    """A run that has settled on how it trains, as a loop drives it: epoch by epoch, step by step, until it is saved."""
+    """A run whose plan is made, as a loop drives it: epoch by epoch, step by step, until it is saved."""
 
     def __init__(
         self,
