@@ -121,7 +121,7 @@ class Sizes:
         """Run the answer as training begins with it, unless one step tells all; False if it does not fit then."""
         size = self.candidates[self.low]
         ran = [m for m in self.measurements if m.batch_size == size and m.fits][-1]
-        if ran.steps > 1 or (ran.peak_bytes or 0) <= self._tells_up_to * self.budget_bytes:
+        if ran.has_trained or (ran.peak_bytes or 0) <= self._tells_up_to * self.budget_bytes:
             return True
         measured = self._repeat(size)
         self.measurements.append(measured)
@@ -171,7 +171,7 @@ class Sizes:
         if most == low or (has_failed and candidates[most] <= (1 + WORTH) * b):
             return None
         if self._misses:  # what trains lies just below what fitted in one step
-            has_trained = any(m.batch_size == b and m.fits and m.steps > 1 for m in self.measurements)
+            has_trained = any(m.batch_size == b and m.fits and m.has_trained for m in self.measurements)
             return (low + high) // 2 if has_trained else max(min(most, high - 2 ** (self._misses - 1)), low + 1)
         if has_failed and self._above() is not None:
             goal = reach  # between two sizes that ran, the line is a bound from above

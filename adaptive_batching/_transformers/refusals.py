@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _GENERATING = {
-    "AsyncDistillationTrainer", "AsyncGRPOTrainer", "GRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer",
-    "RLOOTrainer", "XPOTrainer",
+    "AsyncDistillationTrainer", "AsyncGRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer", "XPOTrainer",
 }  # fmt: skip
 # These compare samples with each other, which does not show where a policy is like its reference, as it begins.
 _OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
@@ -107,8 +106,8 @@ def check_batch_samples(trainer: Any, batches: list[Any]) -> None:
         )
 
 
-def check_trainer(trainer: Any) -> None:
-    """Raise ConfigError if a trainer cannot run its steps in parts."""
+def check_parallelism(trainer: Any) -> None:
+    """Raise ConfigError if the devices or the optimizer of a trainer leave no room for steps in parts."""
     args = trainer.args
     optimizer = str(getattr(args.optim, "value", args.optim))
     parallel = {"tensor": "get_tp_size", "context": "get_cp_size", "sequence": "get_sp_size"}
@@ -121,8 +120,6 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(f"DeepSpeed shards a model its own way; {_WORKS}")
     if args.device.type == "xla" or trainer.is_fsdp_xla_enabled:
         raise ConfigError(f"a TPU compiles a step as a whole, which cannot run again in parts; {_WORKS}, on GPUs")
-    if trainer.is_fsdp_enabled:
-        _check_fsdp(trainer)
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ConfigError(
             "a model that from_pretrained has sharded is not Accelerate's; load it whole, and set fsdp=True"
@@ -132,15 +129,23 @@ def check_trainer(trainer: Any) -> None:
             raise ConfigError(f"{kind} parallelism has collectives within each layer; {_WORKS}")
     if args.n_gpu > 1:
         raise ConfigError(f"one process has {args.n_gpu} devices, which DataParallel uses; {_WORKS}")
+    if any(name in optimizer for name in _STEPS_IN_BACKWARD):
+        raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
+    _check_placement(trainer.model)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ConfigError if a trainer cannot run its steps in parts."""
+    check_parallelism(trainer)
+    args = trainer.args
+    if trainer.is_fsdp_enabled:
+        _check_fsdp(trainer)
     config = getattr(trainer.model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise ConfigError(
             "output_router_logits=True adds a loss that balances experts over a batch, to which its parts do not add "
             "up; set it to False in the model's config, or train without adaptive"
         )
-    if any(name in optimizer for name in _STEPS_IN_BACKWARD):
-        raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
-    _check_placement(trainer.model)
     check_rotary(trainer.model)
     check_class(type(trainer), args)
     _check_two_means(trainer)

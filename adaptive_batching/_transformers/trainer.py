@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from adaptive_batching._transformers import one_loop
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set, in_trainers_words
+from adaptive_batching._transformers.generated import AdaptiveGeneration, GeneratedRun, generates
 from adaptive_batching._transformers.handed_out import (
     Samples,
     StepInputs,
@@ -56,7 +57,7 @@ def adaptive(trainer_class: type[_OfTrainer]) -> type[_OfTrainer]:
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"adaptive takes a class that inherits from transformers.Trainer, and got {trainer_class!r}")
-    if issubclass(trainer_class, AdaptiveTraining):
+    if issubclass(trainer_class, TakesSettings):
         return trainer_class
     if trainer_class not in _MADE:
         _MADE[trainer_class] = _make(trainer_class)
@@ -66,7 +67,11 @@ def adaptive(trainer_class: type[_OfTrainer]) -> type[_OfTrainer]:
 def _make(trainer_class: type[Trainer]) -> type[Trainer]:
     # It has the name of what it is to its user, in our messages and in those of others.
     members = {name: getattr(trainer_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    ours = (one_loop.InOneLoop, AdaptiveTraining) if one_loop.IS_IN_USE else (AdaptiveTraining,)
+    ours: tuple[type, ...] = (AdaptiveTraining,)
+    if generates(trainer_class):
+        ours = (TakesSettings, AdaptiveGeneration)
+    elif one_loop.IS_IN_USE:
+        ours = (one_loop.InOneLoop, AdaptiveTraining)
     return cast("type[Trainer]", type(trainer_class.__name__, (*ours, trainer_class), members))
 
 
@@ -108,6 +113,8 @@ def adopt(
         return trainer
     try:
         with in_trainers_words():
+            if generates(type(trainer)):
+                return _adopt_generating(trainer, GeneratedRun(trainer, of_run, fields_set(arguments)), state)
             run = AdaptiveRun(trainer, of_run, fields_set(arguments), state)
     except AdaptiveBatchingError as error:
         if not only_if_possible:
@@ -127,6 +134,14 @@ def adopt(
     return trainer
 
 
+def _adopt_generating(trainer: _OfTrainer, run: GeneratedRun, state: Sequence[Any]) -> _OfTrainer:
+    if state:
+        raise ConfigError(f"{type(trainer).__name__} runs no code of yours again, as reward functions; leave out state")
+    trainer.__class__ = adaptive(type(trainer))
+    trainer.adaptive = run
+    return trainer
+
+
 def _release(trainer: Any) -> None:
     """Have a trainer train as it did before it was adopted."""
     for callback in (trainer._following, trainer._recording):
@@ -138,7 +153,25 @@ def _release(trainer: Any) -> None:
     trainer.adaptive = None
 
 
-class AdaptiveTraining:
+class TakesSettings:
+    """Mixed into a trainer class, before it: takes ``adaptive`` besides the arguments of the class."""
+
+    adaptive: Any = None
+
+    def __init__(
+        self, *args: Any, adaptive: AdaptiveArguments | Mapping[str, Any] | str | None = None, **kwargs: Any
+    ) -> None:
+        arguments = None if adaptive is None else AdaptiveArguments.of(adaptive)
+        trainer_class = cast("type[Trainer]", type(self))
+        if arguments is not None and arguments.settings(batch_size=1).enabled and not generates(trainer_class):
+            given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
+            check_class(trainer_class, next(given, None))
+        super().__init__(*args, **kwargs)
+        if arguments is not None and self.adaptive is None:  # a callback may have adopted it by now
+            adopt(cast("Trainer", self), arguments)
+
+
+class AdaptiveTraining(TakesSettings):
     """Mixed into a trainer class, before it."""
 
     adaptive: AdaptiveRun | None = None
@@ -169,17 +202,6 @@ class AdaptiveTraining:
                     f"{method} of {cls.__name__} would get samples that are not collated yet, because {cls.__name__} "
                     f"inherits from adaptive({base}); write class {cls.__name__}({base}), and adaptive({cls.__name__})"
                 )
-
-    def __init__(
-        self, *args: Any, adaptive: AdaptiveArguments | Mapping[str, Any] | str | None = None, **kwargs: Any
-    ) -> None:
-        arguments = None if adaptive is None else AdaptiveArguments.of(adaptive)
-        if arguments is not None and arguments.settings(batch_size=1).enabled:
-            given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
-            check_class(cast("type[Trainer]", type(self)), next(given, None))
-        super().__init__(*args, **kwargs)
-        if arguments is not None and self.adaptive is None:  # a callback may have adopted it by now
-            adopt(self, arguments)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = self._own_train or super().train  # type: ignore[misc]

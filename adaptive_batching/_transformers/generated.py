@@ -1,0 +1,520 @@
+"""Trainers of TRL that generate what they learn from (GRPO, RLOO): a prepared batch runs in parts, with its gradient.
+
+What is generated stays whole: prompts, completions, rewards and the advantages within groups are TRL's. All that TRL
+computes from a model are log-probabilities and entropies, by one method. Here that runs some rows of the batch, and has
+numbers without a graph for the others. TRL's own loss of the *whole* batch then gives each row the gradient that it has
+in it, whatever the type of loss. A last call, on the numbers of all rows and without the model, is TRL's loss with its
+metrics, once.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import RandomState
+from adaptive_batching._loop.step import clip_and_step
+from adaptive_batching._memory.meter import memory_meter
+from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
+from adaptive_batching._memory.unused_memory import little_to_collect, release_cached_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.probed_step import TrainingStep
+from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizing import ProbeRequest
+from adaptive_batching._probe.trial import parameters_of
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._state import State
+from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.runner import StepRunner
+from adaptive_batching._step.split import SplitRule, split_samples
+from adaptive_batching._step.work import Part, Work
+from adaptive_batching._transformers.generated_rows import (
+    METHOD,
+    Numbers,
+    PreparedBatch,
+    PreparedRow,
+    Rows,
+    sample_batch,
+)
+from adaptive_batching._transformers.handed_out import alone, replaced
+from adaptive_batching._transformers.refusals import check_parallelism
+from adaptive_batching._transformers.trainer_probe import without_ddp
+from adaptive_batching._values import ByLength, ConfigError, Fixed
+
+log = logging.getLogger(__name__)
+
+_NEEDED = (METHOD, "_compute_loss", "_generate_and_score_completions")
+_LESS_MEMORY = "gradient_checkpointing=True, bf16=True, LoRA, or a smaller max_completion_length"
+_LOOKED_AT = (5, 9, 3), (6, 4, 8)  # tokens of prompts and completions that run padded and packed
+
+
+def generates(trainer_class: type) -> bool:
+    """Return True for a class of trainers whose loss is computed from what :data:`METHOD` returns."""
+    return all(hasattr(trainer_class, name) for name in _NEEDED)
+
+
+@dataclass(frozen=True)
+class RowsPart(Part):
+    """Rows of one forward and, if they are learned from, backward."""
+
+    learns: bool = True
+
+
+class RowsWork(Work[Any, RowsPart, Any]):
+    """Rows of a prepared batch, in parts."""
+
+    what, noun = "the step's completions", "completion"
+
+    def __init__(self, run: GeneratedRun, device: torch.device) -> None:
+        self._run, self.device = run, device
+        self.limit = TokenLimit()
+
+    def parts(self, rows: Sequence[PreparedRow], rule: SplitRule, *, learns: bool) -> list[RowsPart]:
+        """Return ``rows`` in parts that are expected to fit."""
+        lengths, pads = [row.tokens for row in rows], not self._run.rows.packed
+        split = split_samples(lengths, rule, self.limit.max_tokens, pads=pads)
+        lists = [[rows[at] for at in part] for part in split]
+        return [RowsPart(part, self.tokens(part), learns=learns) for part in lists]
+
+    def tokens(self, samples: Sequence[PreparedRow]) -> int:
+        lengths = [row.tokens for row in samples]
+        return sum(lengths) if self._run.rows.packed else len(lengths) * max(lengths)
+
+    def length(self, sample: PreparedRow) -> int:
+        return sample.tokens
+
+    def unit(self, part: RowsPart) -> str:
+        return "tokens" if self._run.rows.packed else super().unit(part)
+
+    def less_memory(self) -> str:
+        return f"set {_LESS_MEMORY}"
+
+    def smaller_batch(self) -> str:
+        return "set a smaller micro_batch_size"
+
+
+class LossWork(RowsWork):
+    """Forward and backward of prepared batches, each of which leaves the gradient of TRL's loss of all of it."""
+
+    def split(self, groups: Sequence[PreparedBatch]) -> Iterator[list[RowsPart]]:
+        run = self._run
+        for batch in groups:
+            if run.rows_depend(batch):
+                yield self.parts(batch.rows, run.rule, learns=False)
+                run.take_entropy_mask(batch)
+            yield self.parts(batch.rows, run.rule, learns=True)
+
+    def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], None]]:
+        return [partial(self._run.forward_backward, part) for part in parts]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._run.parameters()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of :data:`METHOD` for numbers without a gradient, of the old policy or the reference."""
+
+    model: nn.Module
+    batch: PreparedBatch
+    rule: SplitRule
+    more: Mapping[str, Any]
+
+
+class NumbersWork(RowsWork):
+    """Log-probabilities without a gradient."""
+
+    what = "the completions"
+    call: Call
+
+    def split(self, groups: Sequence[Call]) -> Iterator[list[RowsPart]]:
+        [self.call] = groups
+        yield self.parts(self.call.batch.rows, self.call.rule, learns=False)
+
+    def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], tuple[Numbers, tuple[Any, ...]]]]:
+        return [partial(self._run_one, part) for part in parts]
+
+    def _run_one(self, part: RowsPart) -> tuple[Numbers, tuple[Any, ...]]:
+        call, rows = self.call, [row.index for row in part.samples]
+        with self._run.rows.around(call.model, call.batch, rows):
+            return self._run.rows.run(call.model, call.batch, rows, **call.more)
+
+
+class GeneratedRun:
+    """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
+
+    def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
+        check_generating(trainer, settings)
+        self.settings, self.given = settings, given
+        self.probe: ProbeResult | None = None
+        """The most completions of a forward pass, with every measurement; None if none was looked for as yet."""
+
+        self.rows = Rows(trainer)
+        """How rows run: packed, or padded."""
+
+        self._trainer, self._ranks = trainer, Ranks(trainer.args.device)
+        self._work, self._of_numbers = (kind(self, trainer.args.device) for kind in (LossWork, NumbersWork))
+        self._parallel = DataParallel(self._ranks, self.parameters)
+        recovers = settings.recover_from_oom is not False
+        self._runner = StepRunner(self._work, self._parallel, recovers=recovers)
+        self._runner_of_numbers = StepRunner(self._of_numbers, recovers=recovers)
+        self._prompts_at_once: int | None = None  # that are generated from; None for all
+        self._num_generations_again = 0
+        self._model: Any = None  # as it is called, without DDP
+        self._is_open = self._is_ready = False
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        if not self._is_ready:
+            return f"{told}; what fits is found when training begins"
+        most = "any number" if self.max_tokens is None else f"at most {self.max_tokens}"
+        how = "packed without padding" if self.rows.packed else "padded"
+        return f"{told}; completions are {how}, with {most} of tokens in a forward pass"
+
+    @property
+    def num_recoveries(self) -> int:
+        """Number of times that completions have had to run, or to be generated, again."""
+        in_parts = self._work.limit.num_recoveries + self._of_numbers.limit.num_recoveries
+        return in_parts + self._num_generations_again
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens that a forward pass holds at most; None for any number."""
+        return self._work.limit.max_tokens
+
+    @property
+    def rule(self) -> SplitRule:
+        """How rows are split while memory suffices."""
+        size = self.settings.micro_batch_size
+        if isinstance(size, Fixed):
+            return SplitRule(size.samples, is_even=False)
+        return SplitRule(by_length=isinstance(size, ByLength))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all that have gradients."""
+        return parameters_of(self._trainer.model, [self._trainer.optimizer])
+
+    # A step
+
+    def step(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Leave the gradient of a prepared batch, besides that of others of the step; return its loss, without a graph.
+
+        Raises:
+            DoesNotFitError: If memory runs out with a single completion.
+        """
+        trainer, batch = self._trainer, PreparedBatch(inputs)
+        self._model = without_ddp(trainer, model)
+        if not self._is_open:
+            self._runner.begin()
+            self._is_open = True
+        self._runner.add(batch)
+        with torch.no_grad(), replaced(trainer, **{METHOD: _returning(batch.found)}):
+            loss: torch.Tensor = trainer._compute_loss(self._model, inputs)
+        if trainer.accelerator.sync_gradients:
+            self._runner.end()
+            self._is_open = False
+            self._parallel.sum_gradients(1 / self._ranks.size)
+        return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
+
+    def forward_backward(self, part: RowsPart) -> None:
+        """Run rows of a prepared batch, and leave their share of its gradient if they are learned from."""
+        trainer, rows = self._trainer, [row.index for row in part.samples]
+        batch: PreparedBatch = part.samples[0].batch
+
+        def some(model: Any, ids: Any, mask: Any, width: int, batch_size: Any = None, **more: Any) -> tuple[Any, ...]:
+            numbers, rest = self.rows.run(model, batch, rows, **more)
+            batch.note(rows, numbers, rest)
+            return batch.with_graph(rows, numbers)
+
+        divisor = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
+        known = {} if batch.entropy_mask is None else {"get_high_entropy_mask": _returning(batch.entropy_mask)}
+        graph = contextlib.nullcontext() if part.learns else torch.no_grad()
+        with (
+            uncounted(trainer),
+            by_itself(trainer),
+            replaced(trainer, **{METHOD: some}, **known),
+            self.rows.around(self._model, batch, rows),
+            graph,
+        ):
+            loss = trainer._compute_loss(self._model, batch.inputs)
+            if part.learns and loss.requires_grad:
+                with torch.autocast(batch.ids.device.type, enabled=False):
+                    trainer.accelerator.backward(loss / divisor)
+
+    def rows_depend(self, batch: PreparedBatch) -> bool:
+        """Return True if the gradient of a row depends on numbers of others, as with a quantile; no model runs."""
+        trainer, generator = self._trainer, torch.Generator().manual_seed(0)
+        shape, half, device = (len(batch.ids), batch.width), (len(batch.ids) + 1) // 2, batch.ids.device
+        old = batch.inputs.get("old_per_token_logps")
+        center = torch.full(shape, -4.0) if old is None else old.float().cpu()
+        own = [center + 0.1 * torch.rand(shape, generator=generator), 4 * torch.rand(shape, generator=generator)]
+        gradients = []
+        for scale in (0.5, 2.0):
+            leaves = [value[:half].to(device).requires_grad_() for value in own]
+            filled = [
+                torch.cat([leaf, scale * value[half:].to(device)]) for leaf, value in zip(leaves, own, strict=True)
+            ]
+            method = _returning((*filled, *[None] * self.rows.num_others))
+            with uncounted(trainer), by_itself(trainer), replaced(trainer, **{METHOD: method}), torch.enable_grad():
+                loss = trainer._compute_loss(self._model, batch.inputs)
+            found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+            gradients += [torch.cat([each.flatten() for each in found if each is not None] or [leaves[0].flatten()])]
+        one, other = gradients
+        return self._ranks.any(not torch.allclose(one, other, rtol=1e-4, atol=1e-9))
+
+    def take_entropy_mask(self, batch: PreparedBatch) -> None:
+        """Find which tokens have a high entropy among those of all ranks, whose rows have all run."""
+        trainer = self._trainer
+        if self._ranks.size == 1 or not hasattr(trainer, "get_high_entropy_mask"):
+            return
+        find = trainer.get_high_entropy_mask
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            batch.entropy_mask = find(*args, **kwargs)
+            return batch.entropy_mask
+
+        of_all = {METHOD: _returning(batch.found), "get_high_entropy_mask": keep}
+        with uncounted(trainer), torch.no_grad(), replaced(trainer, **of_all):
+            trainer._compute_loss(self._model, batch.inputs)
+
+    # Without a gradient
+
+    def numbers(
+        self, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int, at_once: int | None,
+        more: Mapping[str, Any],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return what :data:`METHOD` does, of rows that run in parts, and again in smaller ones if memory runs out.
+
+        Args:
+            model: The policy or its reference.
+            ids: Prompts and completions, [b, p + c].
+            mask: Of their tokens.
+            width: c.
+            at_once: Rows that TRL would run in a forward pass; None for all.
+            more: Other arguments.
+        """
+        prompt = ids.shape[1] - width
+        batch = PreparedBatch({
+            "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt],
+            "completion_ids": ids[:, prompt:], "completion_mask": mask[:, prompt:],
+        })  # fmt: skip
+        limit, runner = self._of_numbers.limit, self._runner_of_numbers
+        limit.bound = self._work.limit.max_tokens
+        rule = SplitRule(at_once, is_even=False) if limit.bound is None else SplitRule(by_length=True)
+        runner.begin()
+        runner.add(Call(model, batch, rule, more))
+        for part, (numbers, rest) in runner.keep():
+            batch.note([row.index for row in part.samples], numbers, rest)
+        return batch.found
+
+    def generate(self, generate: Callable[..., Any], prompts: Sequence[Any], *more: Any, **others: Any) -> Any:
+        """Return completions of ``prompts``; if memory runs out, from fewer at once, with the same random state.
+
+        Raises:
+            DoesNotFitError: If memory runs out with a single prompt.
+        """
+        trainer, random_state = self._trainer, RandomState(self._trainer.args.device)
+        checkpointing = {
+            module: module.gradient_checkpointing
+            for module in trainer.model.modules()
+            if hasattr(module, "gradient_checkpointing")
+        }
+        can_divide = not any(len(each) if isinstance(each, (dict, list)) else 0 for each in (*more, *others.values()))
+        at_once = self._prompts_at_once or len(prompts)
+        while True:
+            starts = range(0, len(prompts), at_once)
+            try:
+                if not can_divide:
+                    return generate(prompts, *more, **others)
+                groups = [generate(prompts[at : at + at_once], *more, **others) for at in starts]
+                return groups[0] if len(groups) == 1 else _joined(groups)
+            except Exception as error:
+                if not is_out_of_memory(error) or self.settings.recover_from_oom is False:
+                    raise
+                failure = error
+            forget_frames(failure)
+            for module, was in checkpointing.items():  # which TRL turns off to generate, and leaves off after an error
+                module.gradient_checkpointing = was
+            release_cached_memory(trainer.args.device)
+            if at_once == 1 or not can_divide:
+                raise DoesNotFitError(
+                    f"out of memory while generating from {'one prompt' if at_once == 1 else 'prompts with images'}; "
+                    "set a smaller max_completion_length, or bf16=True"
+                ) from failure
+            random_state.put_back()
+            self._num_generations_again += 1
+            self._prompts_at_once = at_once = -(-at_once // 2)
+            log.warning("out of memory while generating; generating again from %d prompts at once", at_once)
+
+    # Before the first step
+
+    def get_ready(self, inputs: Any) -> None:
+        """Find out how completions run, and how many tokens fit in a forward and backward, before any is generated.
+
+        Raises:
+            DoesNotFitError: If the longest prompt and completion do not fit.
+        """
+        if self._is_ready or not isinstance(self.settings.micro_batch_size, ByLength):
+            self._is_ready = True
+            return
+        self._is_ready = True
+        trainer = self._trainer
+        self._model = without_ddp(trainer, trainer.model_wrapped)
+        if not self.settings.padding:
+            self._pack()
+        prompts, *_ = trainer._tokenize_prompts([each["prompt"] for each in inputs])
+        longest = int(self._ranks.largest(max(map(len, prompts))))
+        length = longest + trainer.max_completion_length
+        log.info("probing forward passes, of prompts of %d tokens and %d generated", longest, length - longest)
+        self.probe = self._find(longest, trainer.max_completion_length)
+        if self.probe.bound == "memory":
+            self._work.limit.bound = self.probe.batch_size * length
+        self._work.limit.note(self.probe.batch_size * length)
+
+    def _pack(self) -> None:
+        trainer, why = self._trainer, None
+        vocabulary = trainer.model.config.get_text_config().vocab_size
+        dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+        with uncounted(trainer):
+            batch = sample_batch(vocabulary, *_LOOKED_AT, trainer.args.device)
+            why = self.rows.pack_if_alike(self._model, batch, [dtype] if dtype else [])
+        self.rows.packed = self._ranks.all(why is None)
+        if self.rows.packed:
+            log.info("completions are packed without padding, and attention stays within each")
+        else:
+            log.info("completions are padded: %s", why or "another rank pads them")
+
+    @little_to_collect()
+    def _find(self, prompt: int, completion: int) -> ProbeResult:
+        """Return how many of the longest prompts and completions fit in a forward and backward."""
+        trainer, model, device = self._trainer, self._model, self._trainer.args.device
+        most = trainer.args.per_device_train_batch_size
+        request = ProbeRequest(most, "the completions of a batch", rounds=False, coarse=True, in_parts=True)
+
+        def make_batch(size: int) -> PreparedBatch:
+            return sample_batch(2, [prompt] * size, [completion] * size, device)
+
+        def run(batch: PreparedBatch) -> None:
+            rows = [row.index for row in batch.rows]
+            for _ in range(2):  # the second holds the gradients of the first, as in training
+                with trainer.compute_loss_context_manager(), self.rows.around(model, batch, rows):
+                    (log_probabilities, *_), _ = self.rows.run(model, batch, rows, compute_entropy=True)
+                    assert log_probabilities is not None
+                    trainer.accelerator.backward(-log_probabilities.mean())
+            clip_and_step(model, [trainer.optimizer.optimizer], trainer.args.max_grad_norm or math.inf)
+
+        step = TrainingStep(model, [trainer.optimizer.optimizer], make_batch, run, state=State([model]))
+        with uncounted(trainer), replaced(trainer.accelerator, scaler=None):
+            return find_largest(
+                step, self.settings, memory_meter(device), request, ranks=self._ranks,
+                remedy=f"set {_LESS_MEMORY}", scratch=Path(trainer.args.output_dir),
+            )  # fmt: skip
+
+
+class AdaptiveGeneration:
+    """Mixed into a class of trainers that generate, before it."""
+
+    adaptive: GeneratedRun | None = None
+    """What the adaptive run has found; None if training is TRL's own."""
+
+    model: Any
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if self.adaptive is not None and self.model.training:
+            self.adaptive.get_ready(inputs)
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    def _generate_single_turn(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super()._generate_single_turn  # type: ignore[misc]
+        if self.adaptive is None:
+            return stock(prompts, *args, **kwargs)
+        return self.adaptive.generate(stock, prompts, *args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
+    ) -> Any:
+        if self.adaptive is None:
+            stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+            return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **more)
+        return self.adaptive.numbers(model, input_ids, attention_mask, logits_to_keep, batch_size, more)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.adaptive is None or not self.model.training:
+            return cast("torch.Tensor", super().compute_loss(model, inputs, *args, **kwargs))  # type: ignore[misc]
+        return self.adaptive.step(model, inputs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.adaptive is not None and "loss" in logs:
+            logs["oom_retries"] = self.adaptive.num_recoveries
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def check_generating(trainer: Any, settings: AdaptiveBatchingConfig) -> None:
+    """Raise ConfigError if a trainer that generates cannot run its batches in parts."""
+    name = type(trainer).__name__
+    check_parallelism(trainer)
+    if trainer.is_fsdp_enabled:
+        raise ConfigError(f"{name} with FSDP gathers a model to generate; train on one device, or with DDP (torchrun)")
+    if settings.resizes:
+        raise ConfigError(
+            f"a batch of {name} has groups of completions whose rewards are compared, so that its size stays; leave "
+            "out use_maximum_batch_size and batch_increase_function, and set micro_batch_size='auto'"
+        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ConfigError(
+            "router_aux_loss_coef adds a loss that balances experts over a batch, to which its parts do not add up; "
+            "set it to 0, or train without adaptive"
+        )
+    if getattr(trainer, "use_liger_kernel", False) or getattr(trainer, "use_liger_loss", False):
+        raise ConfigError("the loss of Liger computes log-probabilities itself; set use_liger_kernel=False")
+
+
+@contextlib.contextmanager
+def by_itself(trainer: Any) -> Iterator[None]:
+    """Have nothing of a loss wait for other ranks inside, which run their parts at other times."""
+
+    def unpadded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+    with alone(trainer), replaced(trainer.accelerator, pad_across_processes=unpadded):
+        yield
+
+
+@contextlib.contextmanager
+def uncounted(trainer: Any) -> Iterator[None]:
+    """Let nothing stay of what a loss counts for logs, or adapts, as TRL's coefficient of the entropy."""
+    own = vars(trainer)
+    before = dict(own)
+    own["_metrics"] = {mode: collections.defaultdict(list) for mode in trainer._metrics}
+    try:
+        yield
+    finally:
+        for name in own.keys() - before.keys():
+            del own[name]
+        own.update(before)
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _joined(groups: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Return what was generated from several groups of prompts as from all of them: lists, or nothing."""
+    joined = []
+    for values in zip(*groups, strict=True):
+        is_list = all(isinstance(value, list) for value in values)
+        joined.append([each for value in values for each in value] if is_list else values[0])
+    return tuple(joined)

@@ -1,0 +1,150 @@
+"""Trainers of TRL that generate, on tiny models: what is common to their tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from adaptive_batching.transformers import adaptive
+
+VOCABULARY, COMPLETION, BATCH = 64, 24, 8
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(VOCABULARY - 3))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def make_model(kind: str = "llama", dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    if kind == "llama":
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY, max_position_embeddings=128, initializer_range=0.1, attention_dropout=dropout,
+                **shape, **special,
+            )
+        )  # fmt: skip
+    without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(initializer_range=0.1, **sizes, **without, **special))
+
+
+class Rewards:
+    """Share of distinct words, and how often it was asked for."""
+
+    __name__ = "distinct"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions: Sequence[str], **_: Any) -> list[float]:
+        self.calls += 1
+        return [len(set(text.split())) / 10 + 0.01 * len(text.split()) for text in completions]
+
+
+class SeesLogs(TrainerCallback):
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self.logs.append(dict(logs))
+
+
+def make(
+    folder: Path, ours: Any = None, *, kind: Any = GRPOTrainer, config: Any = GRPOConfig, model: Any = None,
+    saved: Path | None = None, **settings: Any,
+) -> Any:  # fmt: skip
+    """Return a trainer, with its ``rewards`` and ``seen_logs``, that is adaptive by the settings ``ours``, if any.
+
+    The model is the one ``saved``, or else ``model``.
+    """
+    path = saved or folder / "model"  # of which TRL loads the reference, too
+    if saved is None:
+        (make_model() if model is None else model).save_pretrained(path)
+    data = Dataset.from_list(
+        [{"prompt": " ".join(f"w{(7 * row + at) % 61}" for at in range(3 + 3 * (row % 5)))} for row in range(32)]
+    )
+    rewards, seen = Rewards(), SeesLogs()
+    given = {
+        "per_device_train_batch_size": BATCH, "num_generations": 4, "gradient_accumulation_steps": 2,
+        "max_completion_length": COMPLETION, "beta": 0.1, "num_iterations": 2, "learning_rate": 1e-3, "max_steps": 2,
+        "logging_steps": 1, "seed": 3, "use_cpu": True, "report_to": "none", "save_strategy": "no", "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"},
+    } | settings  # fmt: skip
+    own = {} if ours is None else {"adaptive": ours}
+    trainer = adaptive(kind)(
+        model=str(path), args=config(output_dir=str(folder / "out"), **given),
+        reward_funcs=rewards, train_dataset=data, processing_class=tokenizer(), callbacks=[seen], **own,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.rewards, trainer.seen_logs = rewards, seen.logs
+    return trainer
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def logs_off(stock: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return how far each value of the logs is off at most, but times."""
+    timed = ("time", "per_second", "profiling", "epoch")
+    off: dict[str, float] = {}
+    for one, other in zip(stock, ours, strict=True):
+        for key in one:
+            if not any(word in key for word in timed):
+                error = abs(float(one[key]) - float(other[key])) / max(abs(float(one[key])), 1e-3)
+                off[key] = max(off.get(key, 0.0), error)
+    return off
+
+
+@contextmanager
+def failing(owner: Any, name: str, at: Sequence[int]) -> Iterator[list[int]]:
+    """Have a method run out of memory at its calls of these numbers, from 0; gives a list of those that have."""
+    method: Callable[..., Any] = getattr(owner, name)
+    failed: list[int] = []
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls - 1 in at:
+            failed.append(calls - 1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return method(*args, **kwargs)
+
+    own = name in vars(owner)
+    setattr(owner, name, call)
+    try:
+        yield failed
+    finally:
+        if own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)

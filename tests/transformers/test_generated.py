@@ -1,0 +1,192 @@
+"""Trainers that generate: in parts, and where memory runs out anywhere, they take the steps that TRL takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from adaptive_batching import ConfigError, DoesNotFitError
+from adaptive_batching.transformers import adaptive, adopt
+from tests.transformers import generating
+from tests.transformers.generating import BATCH, difference, failing, logs_off, make, make_model, weights
+
+RLOO = {"kind": RLOOTrainer, "config": RLOOConfig}
+AUTO, THREE = "auto", {"micro_batch_size": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")},
+    "on policy": {"num_iterations": 1, "beta": 0.0},
+    "of a sequence": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "quantile": {"top_entropy_quantile": 0.5, "loss_type": "bnpo"},
+    "entropy": {"entropy_coef": 0.1, "loss_type": "grpo"},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 4.5, "entropy_coef": 0.01},
+    "masked": {"mask_truncated_completions": True, "loss_type": "bnpo"},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01},
+    "generations": {"steps_per_generation": 4, "num_iterations": 1},
+    "gpt2": {"model": "gpt2"},
+    "rloo": RLOO,
+}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that returns a stock trainer of a kind once it has trained."""
+    made: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in made:
+            made[name] = trained(tmp_path_factory.mktemp("stock"), None, name)
+        return made[name]
+
+    return of
+
+
+def trained(folder: Path, ours: Any, name: str, **settings: Any) -> Any:
+    trainer = made(folder, ours, name, **settings)
+    trainer.train()
+    return trainer
+
+
+def made(folder: Path, ours: Any, name: str, **settings: Any) -> Any:
+    given = {**KINDS[name], **settings}
+    if "model" in given:
+        given["model"] = make_model(given["model"])
+    return make(folder, ours, **given)
+
+
+def assert_as(stock: Any, ours: Any) -> None:
+    assert difference(weights(stock), weights(ours)) < 2e-5  # Adam's first steps go by the sign of what nearly cancels
+    off = logs_off(stock.seen_logs, ours.seen_logs)
+    assert all(error < 2e-3 if key == "loss" else error < 1e-4 for key, error in off.items()), off  # losses cancel
+    assert ours.rewards.calls == stock.rewards.calls
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_updates_and_logs_are_those_of_trl_whatever_the_loss(name: str, stock: Any, tmp_path: Path) -> None:
+    for ours in (AUTO, THREE):
+        trainer = trained(tmp_path, ours, name)
+        assert_as(stock(name), trainer)
+        assert trainer.adaptive.num_recoveries == 0
+
+
+def test_with_nothing_set_training_is_that_of_trl(stock: Any, tmp_path: Path) -> None:
+    ours = trained(tmp_path, {}, "dapo")
+    assert ours.adaptive is None
+    assert torch.equal(weights(stock("dapo")), weights(ours))
+
+
+def test_completions_are_packed_without_padding_where_a_model_honours_it(tmp_path: Path) -> None:
+    trainer = made(tmp_path, AUTO, "dapo")
+    shapes: list[tuple[int, int]] = []
+    trainer.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: shapes.append(tuple(args[0].shape[:2])) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    assert trainer.adaptive.rows.packed
+    batches = trainer._buffered_inputs
+    tokens = [int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in batches]
+    assert shapes[-2:] == [(1, number) for number in tokens], "one row of all tokens"
+    padded = trained(tmp_path, {"micro_batch_size": "auto", "padding": True}, "dapo")
+    assert not padded.adaptive.rows.packed
+
+
+def fails_in_backward(trainer: Any, at: list[int]) -> list[int]:
+    """Run out of memory in a backward, where all but the embedding has its gradient; once there are completions."""
+    ran: list[int] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        if trainer._buffered_inputs is None:  # in the probe
+            return
+        ran.append(len(ran))
+        if ran[-1] in at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    trainer.model.get_input_embeddings().weight.register_hook(hook)
+    return ran
+
+
+@pytest.mark.parametrize("name", ["dapo", "quantile", "adaptive entropy", "generations", "rloo"])
+@pytest.mark.parametrize("ours", [AUTO, {"recover_from_oom": True}], ids=["auto", "recovery"])
+def test_memory_that_runs_out_in_a_backward_ends_in_the_same_updates(
+    name: str, ours: Any, stock: Any, tmp_path: Path
+) -> None:
+    trainer = made(tmp_path, ours, name)
+    ran = fails_in_backward(trainer, [1, 5])
+    trainer.train()
+    assert len(ran) > 5 and trainer.adaptive.num_recoveries == 2
+    assert_as(stock(name), trainer)
+
+
+@pytest.mark.parametrize("name", ["dapo", "rloo"])
+def test_memory_that_runs_out_in_a_forward_of_any_kind_ends_in_the_same_updates(
+    name: str, stock: Any, tmp_path: Path
+) -> None:
+    """Of the reference's, the old policy's and the policy's."""
+    for at in (0, 1, 2, 4, 7):
+        trainer = made(tmp_path, {"recover_from_oom": True}, name)
+        with failing(trainer.adaptive.rows, "_method", [at]) as failed:
+            trainer.train()
+        assert failed == [at] and trainer.adaptive.num_recoveries == 1, at
+        assert_as(stock(name), trainer)
+
+
+def test_memory_that_runs_out_while_generating_takes_fewer_prompts_and_loses_none(tmp_path: Path) -> None:
+    trainer = made(tmp_path, AUTO, "dapo", gradient_checkpointing=True)
+    with failing(trainer.model, "generate", [0, 1]) as failed:
+        trainer.train()
+    assert failed == [0, 1] and trainer.adaptive.num_recoveries == 2
+    assert trainer.state.global_step == 2 and trainer.rewards.calls == 1
+    assert sum(len(batch["completion_ids"]) for batch in trainer._buffered_inputs) == 2 * BATCH
+    assert trainer.model.is_gradient_checkpointing, "which TRL turns off to generate"
+
+
+def test_what_does_not_fit_at_all_says_what_to_set(tmp_path: Path) -> None:
+    trainer = made(tmp_path, {"recover_from_oom": True}, "dapo")
+    with failing(trainer.model, "generate", range(9)), pytest.raises(DoesNotFitError, match="max_completion_length"):
+        trainer.train()
+    trainer = made(tmp_path, {"recover_from_oom": True}, "dapo")
+    with (
+        failing(trainer.adaptive.rows, "_method", range(2, 99)),
+        pytest.raises(DoesNotFitError, match=r"1 completion of up to .* tokens.*max_completion_length"),
+    ):
+        trainer.train()
+
+
+def test_an_evaluation_that_runs_out_of_memory_has_the_loss_of_trl(stock: Any, tmp_path: Path) -> None:
+    expected = made(tmp_path, None, "dapo", per_device_eval_batch_size=BATCH)
+    data = expected.train_dataset.select(range(8))
+    torch.manual_seed(5)
+    loss = expected.evaluate(data)["eval_loss"]
+    trainer = made(tmp_path, {"recover_from_oom": True}, "dapo", per_device_eval_batch_size=BATCH)
+    torch.manual_seed(5)
+    with failing(trainer.adaptive.rows, "_method", [0, 4]) as failed:
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert failed == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("ours", "settings", "message"),
+    [
+        ({"use_maximum_batch_size": True}, {}, "groups of completions whose rewards are compared.*micro_batch_size"),
+        ({"batch_increase_function": "a.b"}, {}, "groups of completions"),
+    ],
+)
+def test_what_cannot_run_in_parts_is_refused(ours: Any, settings: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(tmp_path, ours, "dapo", **settings)
+
+
+def test_a_trainer_that_is_there_becomes_adaptive(stock: Any, tmp_path: Path) -> None:
+    plain = make(tmp_path)
+    trainer = GRPOTrainer(
+        model=str(tmp_path / "model"), args=plain.args, reward_funcs=plain.rewards, train_dataset=plain.train_dataset,
+        processing_class=generating.tokenizer(),
+    )  # fmt: skip
+    assert adopt(trainer) is trainer and isinstance(trainer, adaptive(GRPOTrainer))
+    trainer.train()
+    assert trainer.adaptive.rows.packed
+    with pytest.raises(ConfigError, match="leave out state"):
+        adopt(make(tmp_path), state=[torch.nn.Linear(1, 1)])
