@@ -327,6 +327,8 @@ class GeneratedRun:
             DoesNotFitError: If memory runs out with a single prompt.
         """
         trainer, random_state = self._trainer, RandomState(self._trainer.args.device)
+        if trainer.use_vllm or getattr(trainer, "use_transformers_continuous_batching", False):
+            return generate(prompts, *more, **others)  # which divide the work themselves
         checkpointing = {
             module: module.gradient_checkpointing
             for module in trainer.model.modules()
@@ -372,6 +374,9 @@ class GeneratedRun:
             return
         self._is_ready = True
         trainer = self._trainer
+        check_generating(
+            trainer, self.settings
+        )  # a callback that adopts comes before TRL has set all of its attributes
         self._model = without_ddp(trainer, trainer.model_wrapped)
         if not self.settings.padding:
             self._pack()

@@ -75,7 +75,7 @@ class SeesLogs(TrainerCallback):
 
 def make(
     folder: Path, ours: Any = None, *, kind: Any = GRPOTrainer, config: Any = GRPOConfig, model: Any = None,
-    saved: Path | None = None, **settings: Any,
+    saved: Path | None = None, callbacks: Sequence[TrainerCallback] = (), **settings: Any,
 ) -> Any:  # fmt: skip
     """Return a trainer, with its ``rewards`` and ``seen_logs``, that is adaptive by the settings ``ours``, if any.
 
@@ -97,7 +97,7 @@ def make(
     own = {} if ours is None else {"adaptive": ours}
     trainer = adaptive(kind)(
         model=str(path), args=config(output_dir=str(folder / "out"), **given),
-        reward_funcs=rewards, train_dataset=data, processing_class=tokenizer(), callbacks=[seen], **own,
+        reward_funcs=rewards, train_dataset=data, processing_class=tokenizer(), callbacks=[*callbacks, seen], **own,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.rewards, trainer.seen_logs = rewards, seen.logs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from adaptive_batching import ConfigError, DoesNotFitError
-from adaptive_batching.transformers import adaptive, adopt
+from adaptive_batching.transformers import AdaptiveCallback, adaptive, adopt
+from tests.conftest import ROOT
 from tests.transformers import generating
 from tests.transformers.generating import BATCH, difference, failing, logs_off, make, make_model, weights
 
@@ -190,3 +192,18 @@ def test_a_trainer_that_is_there_becomes_adaptive(stock: Any, tmp_path: Path) ->
     assert trainer.adaptive.rows.packed
     with pytest.raises(ConfigError, match="leave out state"):
         adopt(make(tmp_path), state=[torch.nn.Linear(1, 1)])
+
+
+def test_a_callback_makes_a_trainer_adaptive_before_trl_has_made_all_of_it(stock: Any, tmp_path: Path) -> None:
+    trainer = make(tmp_path, None, callbacks=[AdaptiveCallback({"micro_batch_size": 3})], **KINDS["dapo"])
+    trainer.train()
+    assert trainer.adaptive.rule.samples == 3
+    assert_as(stock("dapo"), trainer)
+
+
+@pytest.mark.slow
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    runpy.run_path(str(ROOT / "examples" / "grpo.py"), run_name="__main__")
+    assert "completions are packed without padding" in capfd.readouterr().out
