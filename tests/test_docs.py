@@ -149,13 +149,13 @@ def test_the_rooms_are_there() -> None:
 # Python
 
 
-# Whole training runs are in tests/loop/test_page.py and tests/transformers/test_trl.py.
+# Whole training runs are in tests/loop/test_page.py, tests/transformers/test_trl.py and test_generated.py.
 @pytest.mark.parametrize(
     "block",
     [
         block
         for block in blocks("python")
-        if block.page == "README.md" or not re.search("AdaptiveStep|SFTTrainer", block.text)
+        if block.page == "README.md" or not re.search("AdaptiveStep|SFTTrainer|GRPOTrainer", block.text)
     ],
     ids=str,
 )
