@@ -380,6 +380,9 @@ class GeneratedRun:
         self._model = without_ddp(trainer, trainer.model_wrapped)
         if not self.settings.padding:
             self._pack()
+        if getattr(trainer, "environment_factories", None) is not None:
+            log.info("nothing is probed, as environments make the prompts; what runs out of memory runs again in parts")
+            return
         prompts, *_ = trainer._tokenize_prompts([each["prompt"] for each in inputs])
         longest = int(self._ranks.largest(max(map(len, prompts))))
         length = longest + trainer.max_completion_length
