@@ -118,7 +118,7 @@ def measure(way: str) -> dict[str, Any]:
     seconds: list[float] = []
     start = time.perf_counter()
 
-    class Sees(TrainerCallback):  # type: ignore[misc]
+    class Sees(TrainerCallback):
         norms: list[float] = []  # noqa: RUF012
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -44,9 +44,8 @@ LARGEST_TRIED = 4096
 """Batch size that a search ends at if nothing else bounds it."""
 
 # Steps as training begins with them, until which it is known if training goes on: the first meets memory as no other
-# does, the second what that has left, and the third what all later ones meet. Where freed memory goes back at once,
-# all meet the same.
-_STEPS_OF_TRAINING, _STEPS_OF_ONE_KIND = 3, 1
+# does, the second what that has left, and the third what all later ones meet.
+_STEPS_OF_TRAINING = 3
 # Share by which the rises of equal steps were seen to differ: on a device, or where the host is told to keep no freed
 # memory; and where glibc keeps it.
 _NOISE, _NOISE_OF_GLIBC = 0.01, 0.2
@@ -69,7 +68,6 @@ class _Search:
         self._request, self._scratch = request, scratch
         self._times = times if request.may_stop_early else None
         self._num_steps = 0
-        self._steps_to_confirm = _STEPS_OF_TRAINING
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.sizes: Sizes | None = None
         self.enough: int | None = None  # what is enough, and fits by far
@@ -92,14 +90,15 @@ class _Search:
                 # All ranks must search alike, although a limit on one process makes only that rank predictable.
                 keeps_freed = ranks.any(meter.keeps_freed_memory)
                 is_steady = ranks.all(meter.keeps_freed_memory or meter.is_predictable)
-                self._steps_to_confirm = _STEPS_OF_ONE_KIND if is_steady and not keeps_freed else _STEPS_OF_TRAINING
+                # Where freed memory goes back at once, all steps meet the same: one more tells chance from size.
+                as_measured = partial(self._on_all_ranks, trial.measure)
                 noise = _NOISE if is_steady else _NOISE_OF_GLIBC
                 self.sizes = sizes = Sizes(
-                    partial(self._on_all_ranks, trial.measure),
+                    as_measured,
                     candidates,
                     self._budget_bytes,
                     ranks.largest(meter.used_bytes() - self._spare_bytes),
-                    self._as_training,
+                    as_measured if is_steady and not keeps_freed else self._as_training,
                     noise,
                     tells_up_to=0.0 if keeps_freed else 1 - (_REPEAT_ERROR if is_steady else noise),
                 )
@@ -132,7 +131,7 @@ class _Search:
     def _as_training(self, batch_size: int) -> Measurement:
         """Run the first steps of training at a size, up to one that shows that it does not fit."""
         measured = self._on_all_ranks(self._trial.begin, batch_size)
-        while measured.fits and measured.steps < self._steps_to_confirm:
+        while measured.fits and measured.steps < _STEPS_OF_TRAINING:
             measured = measured.followed_by(self._on_all_ranks(self._trial.go_on, batch_size))
         return measured
 

@@ -121,7 +121,7 @@ class Sizes:
         """Run the answer as training begins with it, unless one step tells all; False if it does not fit then."""
         size = self.candidates[self.low]
         ran = [m for m in self.measurements if m.batch_size == size and m.fits][-1]
-        if ran.has_trained or (ran.peak_bytes or 0) <= self._tells_up_to * self.budget_bytes:
+        if ran.steps > 1 or (ran.peak_bytes or 0) <= self._tells_up_to * self.budget_bytes:
             return True
         measured = self._repeat(size)
         self.measurements.append(measured)
@@ -171,7 +171,7 @@ class Sizes:
         if most == low or (has_failed and candidates[most] <= (1 + WORTH) * b):
             return None
         if self._misses:  # what trains lies just below what fitted in one step
-            has_trained = any(m.batch_size == b and m.fits and m.has_trained for m in self.measurements)
+            has_trained = any(m.batch_size == b and m.fits and m.steps > 1 for m in self.measurements)
             return (low + high) // 2 if has_trained else max(min(most, high - 2 ** (self._misses - 1)), low + 1)
         if has_failed and self._above() is not None:
             goal = reach  # between two sizes that ran, the line is a bound from above
@@ -187,8 +187,12 @@ class Sizes:
 
     def _points(self, *, in_use: bool = False) -> list[tuple[int, int]]:
         """(batch size, peak bytes) of the sizes that fitted, ascending, other than those that the limit held down."""
-        fitted = [m for m in self.measurements if m.fits and not m.retries]
-        return sorted({m.batch_size: (m.in_use_bytes if in_use else m.peak_bytes) or 0 for m in fitted}.items())
+        points: dict[int, int] = {}
+        for m in self.measurements:
+            if m.fits and not m.retries:  # of several steps at a size, the one that took most
+                peak = (m.in_use_bytes if in_use else m.peak_bytes) or 0
+                points[m.batch_size] = max(points.get(m.batch_size, 0), peak)
+        return sorted(points.items())
 
     def _through(self, first: tuple[int, int], second: tuple[int, int]) -> Line:
         (b0, peak0), (b, peak) = first, second

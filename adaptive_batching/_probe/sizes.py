@@ -29,11 +29,6 @@ class Measurement:
             object.__setattr__(self, "step_peaks", [self.peak_bytes])
             object.__setattr__(self, "step_retries", [self.retries])
 
-    @property
-    def has_trained(self) -> bool:
-        """True if it ran as training begins."""
-        return self.steps > 1 or self.makes_states
-
     def followed_by(self, second: Measurement) -> Measurement:
         """Return one measurement that covers another step as well, which ran on what these have left.
 
