@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 _NEEDED = (METHOD, "_compute_loss", "_generate_and_score_completions")
 _LESS_MEMORY = "gradient_checkpointing=True, bf16=True, LoRA, or a smaller max_completion_length"
+_SETTINGS = {"micro_batch_size", "padding", "memory_limit", "headroom", "search", "recover_from_oom"}
 _LOOKED_AT = (5, 9, 3), (6, 4, 8)  # tokens of prompts and completions that run padded and packed
 
 
@@ -157,7 +158,7 @@ class GeneratedRun:
     """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
 
     def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
-        check_generating(trainer, settings)
+        check_generating(trainer, settings, given)
         self.settings, self.given = settings, given
         self.probe: ProbeResult | None = None
         """The most completions of a forward pass, with every measurement; None if none was looked for as yet."""
@@ -173,6 +174,7 @@ class GeneratedRun:
         self._runner_of_numbers = StepRunner(self._of_numbers, recovers=recovers)
         self._prompts_at_once: int | None = None  # that are generated from; None for all
         self._num_generations_again = 0
+        self._wrapped: nn.Module | None = None
         self._model: Any = None  # as it is called, without DDP
         self._is_open = self._is_ready = False
 
@@ -216,7 +218,7 @@ class GeneratedRun:
             DoesNotFitError: If memory runs out with a single completion.
         """
         trainer, batch = self._trainer, PreparedBatch(inputs)
-        self._model = without_ddp(trainer, model)
+        self._call(model)
         if not self._is_open:
             self._runner.begin()
             self._is_open = True
@@ -228,6 +230,11 @@ class GeneratedRun:
             self._is_open = False
             self._parallel.sum_gradients(1 / self._ranks.size)
         return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
+
+    def _call(self, model: nn.Module) -> None:
+        """Have parts call ``model`` without DDP, which may be compiled for that."""
+        if self._wrapped is not model:
+            self._wrapped, self._model = model, without_ddp(self._trainer, model)
 
     def forward_backward(self, part: RowsPart) -> None:
         """Run rows of a prepared batch, and leave their share of its gradient if they are learned from."""
@@ -316,7 +323,7 @@ class GeneratedRun:
         rule = SplitRule(at_once, is_even=False) if limit.bound is None else SplitRule(by_length=True)
         runner.begin()
         runner.add(Call(model, batch, rule, more))
-        for part, (numbers, rest) in runner.keep():
+        for part, (numbers, rest) in runner.end():
             batch.note([row.index for row in part.samples], numbers, rest)
         return batch.found
 
@@ -369,15 +376,14 @@ class GeneratedRun:
         Raises:
             DoesNotFitError: If the longest prompt and completion do not fit.
         """
-        if self._is_ready or not isinstance(self.settings.micro_batch_size, ByLength):
-            self._is_ready = True
+        if self._is_ready:
             return
-        self._is_ready = True
-        trainer = self._trainer
-        check_generating(
-            trainer, self.settings
-        )  # a callback that adopts comes before TRL has set all of its attributes
-        self._model = without_ddp(trainer, trainer.model_wrapped)
+        self._is_ready, trainer = True, self._trainer
+        # For a callback that adopts, TRL had not set all of its attributes.
+        check_generating(trainer, self.settings, self.given)
+        if not isinstance(self.settings.micro_batch_size, ByLength):
+            return
+        self._call(trainer.model_wrapped)
         if not self.settings.padding:
             self._pack()
         if getattr(trainer, "environment_factories", None) is not None:
@@ -470,8 +476,8 @@ class AdaptiveGeneration:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-def check_generating(trainer: Any, settings: AdaptiveBatchingConfig) -> None:
-    """Raise ConfigError if a trainer that generates cannot run its batches in parts."""
+def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a trainer that generates cannot run its batches in parts, or a setting has no effect."""
     name = type(trainer).__name__
     check_parallelism(trainer)
     if trainer.is_fsdp_enabled:
@@ -480,6 +486,10 @@ def check_generating(trainer: Any, settings: AdaptiveBatchingConfig) -> None:
         raise ConfigError(
             f"a batch of {name} has groups of completions whose rewards are compared, so that its size stays; leave "
             "out use_maximum_batch_size and batch_increase_function, and set micro_batch_size='auto'"
+        )
+    if others := [key for key in given if key not in _SETTINGS]:
+        raise ConfigError(
+            f"{others[0]}={given[others[0]]!r} has no effect in {name}, whose batch stays as it is; leave it out"
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(

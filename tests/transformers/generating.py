@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config,
@@ -75,7 +77,7 @@ class SeesLogs(TrainerCallback):
 
 def make(
     folder: Path, ours: Any = None, *, kind: Any = GRPOTrainer, config: Any = GRPOConfig, model: Any = None,
-    saved: Path | None = None, callbacks: Sequence[TrainerCallback] = (), **settings: Any,
+    saved: Path | None = None, lora: bool = False, callbacks: Sequence[TrainerCallback] = (), **settings: Any,
 ) -> Any:  # fmt: skip
     """Return a trainer, with its ``rewards`` and ``seen_logs``, that is adaptive by the settings ``ours``, if any.
 
@@ -94,7 +96,11 @@ def make(
         "logging_steps": 1, "seed": 3, "use_cpu": True, "report_to": "none", "save_strategy": "no", "bf16": False,
         "gradient_checkpointing": False, "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"},
     } | settings  # fmt: skip
-    own = {} if ours is None else {"adaptive": ours}
+    own: dict[str, Any] = {} if ours is None else {"adaptive": ours}
+    if lora:
+        # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
+        importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+        own["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = adaptive(kind)(
         model=str(path), args=config(output_dir=str(folder / "out"), **given),
         reward_funcs=rewards, train_dataset=data, processing_class=tokenizer(), callbacks=[*callbacks, seen], **own,

@@ -29,6 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "off-policy mask": {"off_policy_mask_threshold": 0.01},
     "generations": {"steps_per_generation": 4, "num_iterations": 1},
     "gpt2": {"model": "gpt2"},
+    "checkpointed": {"gradient_checkpointing": True},
+    "lora": {"lora": True},
     "rloo": RLOO,
 }
 
@@ -174,6 +176,7 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_loss_of_trl(stock: Any, t
     [
         ({"use_maximum_batch_size": True}, {}, "groups of completions whose rewards are compared.*micro_batch_size"),
         ({"batch_increase_function": "a.b"}, {}, "groups of completions"),
+        ({"micro_batch_size": 2, "audit_every": 5}, {}, "audit_every=5 has no effect in GRPOTrainer"),
     ],
 )
 def test_what_cannot_run_in_parts_is_refused(ours: Any, settings: Any, message: str, tmp_path: Path) -> None:
@@ -199,6 +202,19 @@ def test_a_callback_makes_a_trainer_adaptive_before_trl_has_made_all_of_it(stock
     trainer.train()
     assert trainer.adaptive.rule.samples == 3
     assert_as(stock("dapo"), trainer)
+
+
+def test_a_run_that_is_resumed_between_generations_goes_on_as_trl_does(tmp_path: Path) -> None:
+    """TRL generates anew where it goes on, and so does ours, with the same random numbers."""
+    ended = []
+    for name, ours in {"stock": None, "ours": AUTO}.items():
+        saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4, "num_iterations": 1}
+        trained(tmp_path / name, ours, "dapo", max_steps=3, **saving)
+        trainer = made(tmp_path / name, ours, "dapo", max_steps=3, **saving)
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "out" / "checkpoint-1"))
+        assert trainer.state.global_step == 3
+        ended.append(trainer)
+    assert_as(*ended)
 
 
 @pytest.mark.slow
