@@ -419,7 +419,8 @@ class GeneratedRun:
         request = ProbeRequest(most, "the completions of a batch", rounds=False, coarse=True, in_parts=True)
 
         def make_batch(size: int) -> PreparedBatch:
-            return sample_batch(2, [prompt] * size, [completion] * size, device)
+            # One is shorter, as models of transformers make a mask where there is padding, and without it none.
+            return sample_batch(2, [prompt] * size, [completion] * (size - 1) + [max(completion - 1, 1)], device)
 
         def run(batch: PreparedBatch) -> None:
             rows = [row.index for row in batch.rows]
