@@ -133,6 +133,7 @@ bench: $(call installed,bench)
 	$(RUN) benchmarks/distributed_overhead.py
 	$(RUN) benchmarks/growth_quality.py
 	$(RUN) benchmarks/trainer_vs_peers.py
+	$(RUN) benchmarks/generated.py
 endif
 
 clean:  ## Remove the environment and what the quickstart made

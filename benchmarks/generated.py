@@ -1,6 +1,6 @@
 """Compare an update of TRL's GRPO with and without ``adaptive``, in the same memory limit, and when memory shrinks.
 
-    pip install -e '.[bench,dev]'
+    pip install -e '.[bench]'
     python benchmarks/generated.py   # about 15 minutes on 2 cores
 
 A Llama with a vocabulary of 32 thousand learns from 64 completions of 8 to 256 tokens in each update, whose lengths are

@@ -52,7 +52,7 @@ from adaptive_batching._transformers.generated_rows import (
 from adaptive_batching._transformers.handed_out import alone, replaced
 from adaptive_batching._transformers.refusals import check_parallelism
 from adaptive_batching._transformers.trainer_probe import without_ddp
-from adaptive_batching._values import ByLength, ConfigError, Fixed
+from adaptive_batching._values import AdaptiveBatchingError, ByLength, ConfigError, Fixed, first_line
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +157,18 @@ class NumbersWork(RowsWork):
 class GeneratedRun:
     """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
 
-    def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        settings: AdaptiveBatchingConfig,
+        given: Mapping[str, Any],
+        *,
+        only_if_possible: bool = False,
+    ) -> None:
         check_generating(trainer, settings, given)
+        self.only_if_possible = only_if_possible
+        """True to train as TRL does where an error would be raised before anything is generated."""
+
         self.settings, self.given = settings, given
         self.probe: ProbeResult | None = None
         """The most completions of a forward pass, with every measurement; None if none was looked for as yet."""
@@ -374,6 +384,7 @@ class GeneratedRun:
         """Find out how completions run, and how many tokens fit in a forward and backward, before any is generated.
 
         Raises:
+            ConfigError: If the trainer or its prompts cannot run in parts.
             DoesNotFitError: If the longest prompt and completion do not fit.
         """
         if self._is_ready:
@@ -381,6 +392,11 @@ class GeneratedRun:
         self._is_ready, trainer = True, self._trainer
         # For a callback that adopts, TRL had not set all of its attributes.
         check_generating(trainer, self.settings, self.given)
+        if any(each.get(name) is not None for each in inputs for name in ("image", "images")):
+            raise ConfigError(
+                f"prompts of {type(trainer).__name__} have images, which cannot be divided among completions; train on "
+                "text alone, or without adaptive"
+            )
         if not isinstance(self.settings.micro_batch_size, ByLength):
             return
         self._call(trainer.model_wrapped)
@@ -404,7 +420,12 @@ class GeneratedRun:
         dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
         with uncounted(trainer):
             batch = sample_batch(vocabulary, *_LOOKED_AT, trainer.args.device)
-            why = self.rows.pack_if_alike(self._model, batch, [dtype] if dtype else [])
+            try:
+                why = self.rows.pack_if_alike(self._model, batch, [dtype] if dtype else [])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise DoesNotFitError.even_of_few(_LESS_MEMORY) from error
         self.rows.packed = self._ranks.all(why is None)
         if self.rows.packed:
             log.info("completions are packed without padding, and attention stays within each")
@@ -449,7 +470,13 @@ class AdaptiveGeneration:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if self.adaptive is not None and self.model.training:
-            self.adaptive.get_ready(inputs)
+            try:
+                self.adaptive.get_ready(inputs)
+            except AdaptiveBatchingError as error:
+                if not self.adaptive.only_if_possible:
+                    raise
+                log.warning("%s trains without adaptive batching: %s", type(self).__name__, first_line(error))
+                self.adaptive = None
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:

@@ -114,7 +114,9 @@ def adopt(
     try:
         with in_trainers_words():
             if generates(type(trainer)):
-                return _adopt_generating(trainer, GeneratedRun(trainer, of_run, fields_set(arguments)), state)
+                given = fields_set(arguments)
+                generated = GeneratedRun(trainer, of_run, given, only_if_possible=only_if_possible)
+                return _adopt_generating(trainer, generated, state)
             run = AdaptiveRun(trainer, of_run, fields_set(arguments), state)
     except AdaptiveBatchingError as error:
         if not only_if_possible:

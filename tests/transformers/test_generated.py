@@ -241,6 +241,25 @@ def test_a_run_that_is_resumed_between_generations_goes_on_as_trl_does(tmp_path:
     assert_as(*ended)
 
 
+def test_where_it_is_only_if_possible_what_does_not_fit_before_training_trains_as_trl_does(
+    stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = adopt(made(tmp_path, None, "dapo"), "auto", only_if_possible=True)
+    with failing(trainer.adaptive.rows, "_method", range(99)):
+        trainer.train()
+    assert "GRPOTrainer trains without adaptive batching: out of memory" in caplog.text
+    assert trainer.adaptive is None
+    assert_as(stock("dapo"), trainer)
+
+
+def test_prompts_with_images_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    trainer = made(tmp_path, THREE, "dapo")
+    trainer.train_dataset = trainer.train_dataset.map(lambda row: {**row, "image": "a picture"})
+    with pytest.raises(ConfigError, match=r"prompts of GRPOTrainer have images.*text alone"):
+        trainer.train()
+    assert trainer.rewards.calls == 0
+
+
 @pytest.mark.slow
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
