@@ -507,6 +507,11 @@ class AdaptiveGeneration:
 def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a trainer that generates cannot run its batches in parts, or a setting has no effect."""
     name = type(trainer).__name__
+    if not all(hasattr(trainer, needed) for needed in ("loss_is_scaled_for_ga", "_tokenize_prompts")):
+        raise ConfigError(
+            f"{name} of this version cannot run in parts; update to TRL 1.16 and transformers 5.19 or later, or train "
+            "without adaptive"
+        )
     check_parallelism(trainer)
     if trainer.is_fsdp_enabled:
         raise ConfigError(f"{name} with FSDP gathers a model to generate; train on one device, or with DDP (torchrun)")

@@ -260,6 +260,12 @@ def test_prompts_with_images_are_refused_before_anything_is_generated(tmp_path: 
     assert trainer.rewards.calls == 0
 
 
+def test_older_versions_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(GRPOTrainer, "_tokenize_prompts")
+    with pytest.raises(ConfigError, match=r"update to TRL 1\.16 and transformers 5\.19"):
+        made(tmp_path, AUTO, "dapo")
+
+
 @pytest.mark.slow
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
