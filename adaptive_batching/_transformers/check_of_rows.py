@@ -1,4 +1,4 @@
-"""Whether a model computes a row of samples as it does the samples: their gradient, masks, and what is carried over.
+"""Does a model compute a packed row as it does its samples? Checks gradients, masks, and state that is carried over.
 
 The judge compares rows of whole samples with their padded batch afterwards. Here a few tokens run, all of them targets,
 as the first of a sample seldom is. Masks may differ for long samples alone, and what one sample changes in the next may

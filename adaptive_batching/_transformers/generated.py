@@ -192,9 +192,9 @@ class GeneratedRun:
         told = ", ".join(f"{name}={value}" for name, value in self.given.items())
         if not self._is_ready:
             return f"{told}; what fits is found when training begins"
-        most = "any number" if self.max_tokens is None else f"at most {self.max_tokens}"
+        most = "any number of" if self.max_tokens is None else f"at most {self.max_tokens}"
         how = "packed without padding" if self.rows.packed else "padded"
-        return f"{told}; completions are {how}, with {most} of tokens in a forward pass"
+        return f"{told}; completions are {how}, with {most} tokens in a forward pass"
 
     @property
     def num_recoveries(self) -> int:
@@ -415,7 +415,7 @@ class GeneratedRun:
         self._work.limit.note(self.probe.batch_size * length)
 
     def _pack(self) -> None:
-        trainer, why = self._trainer, None
+        trainer = self._trainer
         vocabulary = trainer.model.config.get_text_config().vocab_size
         dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
         with uncounted(trainer):
@@ -464,7 +464,7 @@ class AdaptiveGeneration:
     """Mixed into a class of trainers that generate, before it."""
 
     adaptive: GeneratedRun | None = None
-    """What the adaptive run has found; None if training is TRL's own."""
+    """The adaptive run; None if TRL trains by itself."""
 
     model: Any
 

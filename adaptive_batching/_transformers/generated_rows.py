@@ -32,7 +32,7 @@ Numbers = list[torch.Tensor | None]
 
 
 class PreparedBatch:
-    """What TRL has prepared for one forward and backward, and what its rows have given so far.
+    """A batch that TRL has prepared for one forward and backward, and the numbers of those rows that have run.
 
     Args:
         inputs: As ``_prepare_inputs`` returns it. Prompts, [b, p], are padded on the left, and completions, [b, c], on
@@ -69,7 +69,7 @@ class PreparedBatch:
             return None
         old: torch.Tensor | None = self.inputs.get("old_per_token_logps") if place == 0 else None
         if old is None:
-            return like.new_zeros(len(self.ids), self.width, requires_grad=False)
+            return like.new_zeros(len(self.ids), self.width)
         return old.detach().to(like.dtype, copy=True)
 
     def with_graph(self, rows: Sequence[int], numbers: Numbers) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class PreparedBatch:
 
     @property
     def found(self) -> tuple[Any, ...]:
-        """What the method would return of the whole batch, without a graph."""
+        """The method's result for the whole batch, without a graph."""
         return (*self._found, *self._rest)
 
 

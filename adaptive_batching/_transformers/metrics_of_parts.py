@@ -24,7 +24,7 @@ Share = tuple[float, float]
 
 
 class TrlMetrics:
-    """What a trainer of TRL counts in the parts of a step: those after this has been made.
+    """The metrics that a TRL trainer records in the parts of a step, from when this is made.
 
     It is False for other trainers.
     """

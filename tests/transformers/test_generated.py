@@ -229,7 +229,7 @@ def test_a_callback_makes_a_trainer_adaptive_before_trl_has_made_all_of_it(stock
 
 
 def test_a_run_that_is_resumed_between_generations_goes_on_as_trl_does(tmp_path: Path) -> None:
-    """TRL generates anew where it goes on, and so does ours, with the same random numbers."""
+    """TRL generates again when it resumes, and so do we, with the same random numbers."""
     ended = []
     for name, ours in {"stock": None, "ours": AUTO}.items():
         saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4, "num_iterations": 1}
