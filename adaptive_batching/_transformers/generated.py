@@ -547,6 +547,7 @@ def by_itself(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def uncounted(trainer: Any) -> Iterator[None]:
     """Let nothing stay of what a loss counts for logs, or adapts, as TRL's coefficient of the entropy."""
+    # What is rebound in a loss alone: a State, saved as a step begins, would put back TRL's count of batches, too.
     own = vars(trainer)
     before = dict(own)
     own["_metrics"] = {mode: collections.defaultdict(list) for mode in trainer._metrics}
