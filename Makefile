@@ -31,7 +31,8 @@ define tests_and_types
 	$(PYTEST) $(1); tests=$$?; wait $$types; checked=$$?; cat "$$said"; rm "$$said"; exit $$((tests | checked))
 endef
 
-.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-stacks test-stacks-all test-emulated test-cuda bench clean
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-stacks test-stacks-all test-emulated test-cuda \
+	bench docs pictures dist test-dist clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -136,8 +137,28 @@ bench: $(call installed,bench)
 	$(RUN) benchmarks/generated.py
 endif
 
+docs: $(call installed,docs)  ## The pages as a site, with the interface from docstrings, in outputs/docs; a broken link is an error
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . outputs/docs
+
+pictures:  ## Draw the pictures of the pages anew
+	$(BASE_PYTHON) benchmarks/pictures.py
+
+dist: $(call installed,release)  ## Build wheel and sdist in dist/, and check them
+	rm -rf dist
+	$(RUN) -m build --quiet
+	$(RUN) -m twine check --strict dist/*
+
+# What a wheel or an sdist shows on its first screen, run where nothing else of the checkout is. PINS are of what it needs.
+DIST ?= $(firstword $(wildcard dist/*.whl))
+PINS ?=
+test-dist:  ## Install DIST (the wheel in dist/) with PINS in an empty environment, and run what its README shows
+	rm -rf $(VENV)-dist
+	$(BASE_PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/python -m pip install --quiet --disable-pip-version-check '$(abspath $(DIST))[transformers]' $(PINS)
+	cd "$$(mktemp -d)" && $(abspath $(VENV)-dist)/bin/python $(CURDIR)/tests/support/first_screen.py
+
 clean:  ## Remove the environment and what the quickstart made
-	rm -rf $(VENV) $(VENV)-* data/quickstart outputs/quickstart
+	rm -rf $(VENV) $(VENV)-* data/quickstart outputs/quickstart outputs/docs dist
 
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)

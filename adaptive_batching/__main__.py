@@ -20,6 +20,7 @@ import adaptive_batching
 from adaptive_batching._config import as_overrides
 from adaptive_batching._dry_run.command import add_dry_run
 from adaptive_batching._environment import add_env
+from adaptive_batching._padding import add_padding
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
 from adaptive_batching._torchtune.names import NOT_INSTALLED, command_of_recipe, register
@@ -88,6 +89,7 @@ COMMANDS: dict[str, Callable[[Any, str], None]] = {
     "dry-run": partial(add_dry_run, command_of_recipe=command_of_recipe),
     **{name: _of_torchtune(name) for name in OF_TORCHTUNE},
     "report": add_report,
+    "padding": add_padding,
     "env": add_env,
 }
 """Name -> function of (subparsers, program name) that adds the command, with its ``func``."""

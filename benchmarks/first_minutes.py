@@ -1,12 +1,13 @@
-"""Measure what a new user waits for and reads: quickstart, a script, the set-up of ``micro_batch_size: auto``, pages.
+"""Measure what a new user waits for: the quickstart, a script, the set-up of ``micro_batch_size: auto``, mistakes.
 
     pip install -e .[bench,dev]
     python benchmarks/first_minutes.py               # about 15 minutes on 2 cores
 
 The quickstart runs in an empty folder, in a fresh process, from the command to its end; the first decision is the line
-that says the maximum batch size. The script is README's for Trainer and TRL, as it stands. What ``auto`` costs and
-gains is measured as ``epoch_time.py`` does it, each run in a fresh process. Mistakes are those of ``tests``: commands,
-settings and calls, each with the words that its answer has to hold. The last line printed is a JSON object.
+that says the maximum batch size. The first lines of each door are README's for Trainer and for a loop, and the example
+of GRPO, as they stand. What ``auto`` costs and gains is measured as ``epoch_time.py`` does it, each run in a fresh
+process. Mistakes are those of ``tests``: commands, settings and calls, each with the words that its answer has to hold.
+The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -29,10 +30,6 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PROGRAM = [sys.executable, "-m", "adaptive_batching"]
 FIRST_DECISION = "maximum batch size"
-
-
-def words(*pages: Path) -> int:
-    return sum(len(page.read_text().split()) for page in pages)
 
 
 def environment() -> dict[str, str]:
@@ -69,14 +66,23 @@ def quickstart(folder: Path) -> dict[str, float]:
     return {"first_decision": decided, "end": time.perf_counter() - start}
 
 
-def script_seconds(folder: Path) -> float:
-    """Run README's script for Trainer and TRL in ``folder``, and return the seconds to its end, imports included."""
-    [text] = [
-        text for text in re.findall(r"(?s)```python\n(.*?)```", README.read_text()) if "adaptive(Trainer)" in text
-    ]
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", text], cwd=folder, env=environment(), check=True, capture_output=True)
-    return round(time.perf_counter() - start, 1)
+def doors(folder: Path) -> dict[str, float]:
+    """Run the first lines that README has for each kind of user; return the seconds to their end, imports included."""
+    shown = re.findall(r"(?s)```python\n(.*?)```", README.read_text())
+    [of_trainer], [of_loop] = (
+        [text for text in shown if name in text] for name in ("adaptive(Trainer)", "AdaptiveStep")
+    )
+    programs = {
+        "trainer": ["-c", of_trainer],
+        "loop": ["-c", of_loop],
+        "grpo": [str(ROOT / "examples" / "grpo.py")],
+    }
+    seconds = {}
+    for name, arguments in programs.items():
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], cwd=folder, env=environment(), check=True, capture_output=True)
+        seconds[f"first_lines_of_{name}_seconds"] = round(time.perf_counter() - start, 1)
+    return seconds
 
 
 def mistakes() -> dict[str, int]:
@@ -98,7 +104,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in (OURS, NEAR, FULLY, BOUND)}
     epochs = str(Path(__file__).with_name("epoch_time.py"))
     with tempfile.TemporaryDirectory() as directory:
-        answered, script = help_seconds(Path(directory)), script_seconds(Path(directory))
+        answered, first_lines = help_seconds(Path(directory)), doors(Path(directory))
         for repeat in range(args.repeats):
             folder = Path(directory) / str(repeat)
             folder.mkdir()
@@ -118,10 +124,8 @@ def main() -> None:
         "first_decision_seconds": median("first_decision"),
         **of_auto(results),
         "help_seconds": answered,
-        "trl_script_seconds": script,
+        **first_lines,
         **mistakes(),
-        "readme_words": words(README),
-        "docs_words": words(*(ROOT / "docs").glob("*.md")),
     }
     rows = ["| what | measured |", "|---|---|", *(f"| {key} | {value} |" for key, value in figures.items())]
     facts = [f"medians of {args.repeats}; `auto`: 1280 samples, 64 in each optimizer step"]

@@ -86,7 +86,7 @@ def pytest_configure() -> None:
             setattr(transformers, name, None)
     if os.environ["OTHERS_TESTS_MODE"] == STOCK:
         return
-    from adaptive_batching._transformers.trainer import AdaptiveTraining
+    from adaptive_batching._transformers.trainer import TakesSettings
     from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def pytest_configure() -> None:
 
     given = AdaptiveArguments(**MODES[os.environ["OTHERS_TESTS_MODE"]])
     transformers.Trainer.__new__ = make
-    AdaptiveTraining.__init__ = functools.partialmethod(AdaptiveTraining.__init__, adaptive=given)  # type: ignore
+    TakesSettings.__init__ = functools.partialmethod(TakesSettings.__init__, adaptive=given)  # type: ignore
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

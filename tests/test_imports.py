@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "environment": {"ranks", "values"},
     "device": set(),
     "memory": {"values"},
+    "padding": set(),
     "patches": set(),
     "public": {"config", "growth", "loop", "memory", "probe", "values"},
     "ranks": {"memory", "values"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
 PURE = {
     room + name
     for room, names in {
-        "": "config patches values",
+        "": "config padding patches values",
         "memory/": "host_limits shortage",
         "dry_run/": "answer calibration cards compared ends history largest picture process_work times verdict",
         "dry_run/device/": "__init__ control",

@@ -16,7 +16,7 @@ from adaptive_batching._memory.caching_allocator import num_allocation_retries, 
 from adaptive_batching._memory.host_limits import cgroup_limits, process_limits, status
 from adaptive_batching._memory.unused_memory import release_cached_memory
 
-# As docs/will-it-fit.md has them, with their sources.
+# As docs/how-accurate.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
 _WITHOUT_A_METER = "set use_maximum_batch_size: False, or set adaptive_batching.max_batch_size to grow without a probe"
 

@@ -1,4 +1,4 @@
-"""Events of a run: as watchers are told of them, and as a record holds them (``docs/report.md``), a line of JSON each.
+"""Events of a run: as watchers are told of them, and as a record has them (``docs/reference.md``), a line of JSON each.
 
 Standard library only, so that a page is made in a process that loads nothing large.
 """

@@ -106,7 +106,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_one_object_in_json(whole: dict[str, Any]) -> None:
-    documented = (ROOT / "docs" / "will-it-fit.md").read_text().split("- A plan:")[1]
+    documented = (ROOT / "docs" / "reference.md").read_text().split("- A plan:")[1]
     assert {*whole} == {*re.findall("`([a-z_]+)`", documented)}
     assert whole["version"] == 2 and whole["card"] == "T4" and whole["devices"] == 1
     assert whole["token_budget"] == whole["largest_micro_batch"] * 96

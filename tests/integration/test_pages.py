@@ -119,6 +119,9 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "python -I": "an option of Python's",
     "python -S": "an option of Python's",
     "python -m tests.support.stacks": "tests/transformers/test_frameworks.py calls what it calls",
+    "python examples/grpo.py": "tests/transformers/test_examples.py runs it",
+    "adaptive-batching padding data/quickstart/train.json --batch-size 16": "tests/test_padding.py has its like",
+    "pip install '.[transformers]' trl": "tests/transformers needs what it installs",
     "make test-stacks": "these take environments of their own",
     "make test-stacks-all": "these take environments of their own",
     "make test": "this test is one of those that it runs",
@@ -265,7 +268,8 @@ SIZES: dict[str, list[list[int] | None]] = {
     "docs/grow-the-batch.md": [[4, 12], [4, 4, 8]],
     "docs/settings.md": [[4, 4]],
     "docs/survive.md": [None, None],
-    "docs/torchtune.md": [None, None],
+    "docs/torchtune-differences.md": [None],
+    "docs/torchtune-validation.md": [None],
 }
 """Batch size of each epoch, of each block of a page in turn, where the config has 4. None where nothing changes."""
 

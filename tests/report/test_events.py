@@ -41,7 +41,7 @@ def test_numbers_that_are_not_finite_are_written_as_json_and_read_as_they_were(t
     losses = [step["loss"] for step in read_events(report.path)["step"]]
     assert math.isnan(losses[0]) and losses[1] == -math.inf
     assert read_events(report.path)["run"][0]["config"]["rates"] == [1.0, math.inf]
-    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
     assert f"`version` at {VERSION}." in page, "the page says another"
 
 

@@ -1,4 +1,4 @@
-"""Render the table of configs and cards from comments of configs. To write it to docs/will-it-fit.md, run this module::
+"""Render the table of configs and cards from comments of configs. To write it to README.md, run this module::
 
 python -m tests.support.fits_table
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.planned_batches import ADAPTIVE, FOLDER, request_of, shown
 
-PAGE = Path(__file__).parents[2] / "docs" / "will-it-fit.md"
+PAGE = Path(__file__).parents[2] / "README.md"
 _CELL = r": (\w+)(?:, ([0-9.e-]+) h)?"
 _START, _END = "<!-- from recipes/configs -->\n", "<!-- end -->"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.conftest import ROOT, Run
 
-PAGE = (ROOT / "docs" / "report.md").read_text()
+DOCS = ROOT / "docs"
 
 
 def events(run: Run, kind: str) -> list[dict[str, Any]]:
@@ -31,12 +31,12 @@ def documented(text: str) -> dict[str, set[str]]:
 
 def metrics_of_the_page() -> set[str]:
     """The names of the metrics that a run logs besides those of stock."""
-    return set(re.findall(r"`(\w+)`", PAGE.split("## Metrics")[1])) - {"metric_logger"}
+    return set(re.findall(r"`(\w+)`", (DOCS / "report.md").read_text().split("## Metrics")[1])) - {"metric_logger"}
 
 
 def check_the_schema(record: dict[str, Any]) -> None:
     """Each field of a record stands in the page on it, and no other."""
-    fields_of = documented(PAGE.split("## The record")[1].split("## Metrics")[0])
+    fields_of = documented((DOCS / "reference.md").read_text().split("## The record")[1].split("\n## ")[0])
     assert set(fields_of) == set(record)
     for kind, found in record.items():
         if found:  # of those that this run has

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from adaptive_batching import ConfigError, DoesNotFitError
 from adaptive_batching._transformers.generated_rows import METHOD
 from adaptive_batching._transformers.handed_out import replaced
 from adaptive_batching.transformers import AdaptiveCallback, adaptive, adopt
-from tests.conftest import ROOT
 from tests.transformers import generating
 from tests.transformers.generating import BATCH, difference, failing, logs_off, make, make_model, weights
 
@@ -264,11 +262,3 @@ def test_older_versions_are_refused_in_words(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delattr(GRPOTrainer, "_tokenize_prompts")
     with pytest.raises(ConfigError, match=r"update to TRL 1\.16 and transformers 5\.19"):
         made(tmp_path, AUTO, "dapo")
-
-
-@pytest.mark.slow
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["grpo.py"])
-    runpy.run_path(str(ROOT / "examples" / "grpo.py"), run_name="__main__")
-    assert "completions are packed without padding" in capfd.readouterr().out
