@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.conftest import ROOT
@@ -46,6 +50,32 @@ def test_the_example_of_two_ranks_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the plan: 4 steps" in done.stdout
+
+
+def check_notebook(notebook: Any) -> None:
+    """All losses of its runs agree, and the last of them has run out of memory."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs and not any(output.output_type == "error" for output in outputs)
+    said = "".join(output.get("text", "") for output in outputs)
+    losses = re.findall(r"^(?:Trainer|adaptive|losses) +(\d\.\d{4} \d\.\d{4})$", said, flags=re.MULTILINE)
+    assert len(losses) == 3 and len(set(losses)) == 1, losses
+    assert "retries 2 2" in said and "report.html" in said
+
+
+def test_the_notebook_as_it_is_kept_has_run() -> None:
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", 4)
+    check_notebook(notebook)
+    assert "does not fit: RTX 4090" in str(notebook.cells[-1].outputs)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", 4)
+    for cell in notebook.cells:
+        cell.pop("outputs", None)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    check_notebook(notebook)
 
 
 def test_each_example_is_run_or_is_a_frameworks() -> None:
