@@ -107,8 +107,8 @@ def main() -> None:
     write_report(
         "An update of GRPO on a card, by dry runs", device="cpu",
         facts=[
-            f"{CARD}; completions of {COMPLETION} tokens after prompts of up to {PROMPT}, a vocabulary of {VOCABULARY:,}, "
-            "bfloat16, gradient checkpointing, AdamW; three updates",
+            f"{CARD}; completions of {COMPLETION} tokens after prompts of up to {PROMPT}, "
+            f"a vocabulary of {VOCABULARY:,}, bfloat16, gradient checkpointing, AdamW; three updates",
         ],
         rows=rows, figures=figures, output=args.output or ROOT / "benchmarks/results/generated_on_a_card_emulated.md",
         packages=("torch", "transformers", "trl", "accelerate"),
