@@ -155,7 +155,7 @@ test-dist:  ## Install DIST (the wheel in dist/) with PINS in an empty environme
 	rm -rf $(VENV)-dist
 	$(BASE_PYTHON) -m venv $(VENV)-dist
 	$(VENV)-dist/bin/python -m pip install --quiet --disable-pip-version-check '$(abspath $(DIST))[transformers]' $(PINS)
-	cd "$$(mktemp -d)" && $(abspath $(VENV)-dist)/bin/python $(CURDIR)/tests/support/first_screen.py
+	cd "$$(mktemp -d)" && cp $(CURDIR)/tests/support/first_screen.py . && $(abspath $(VENV)-dist)/bin/python first_screen.py
 
 clean:  ## Remove the environment and what the quickstart made
 	rm -rf $(VENV) $(VENV)-* data/quickstart outputs/quickstart outputs/docs dist
