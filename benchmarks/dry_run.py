@@ -1,7 +1,7 @@
 """Hold what a dry run says against what others measured on real cards, and time it.
 
     python benchmarks/dry_run.py --libraries /tmp/libraries               # with a CUDA build of torch 2.13, and no GPU
-    python benchmarks/dry_run.py --libraries /tmp/libraries --only full   # some rows alone; nothing is written
+    python benchmarks/dry_run.py --libraries /tmp/libraries --only full   # some rows alone
     python benchmarks/dry_run.py --libraries /tmp/libraries --jobs 2      # two rows at a time: about an hour on 2 cores
 
 *Published*: programs in `published/` do what the published ones do, with the libraries of then where torch 2.13 takes
@@ -431,11 +431,16 @@ FACTS = [
 ]
 
 
+def report(title: str, output: Path, facts: list[str], lines: list[str], figures: dict[str, Any]) -> None:
+    packages = ("torch", "triton", "bitsandbytes")
+    write_report(title, device="cpu", facts=facts, rows=lines, figures=figures, output=output, packages=packages)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--libraries", type=Path, required=True, help="folder to install libraries of then in")
     parser.add_argument("--measured", type=Path, help="file of what is measured (default: in the folder of libraries)")
-    parser.add_argument("--only", nargs="*", help="names of rows; nothing is written")
+    parser.add_argument("--only", nargs="*", help="names of rows, or beginnings; written only to --output")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time (default: 1)")
     parser.add_argument("--no-speed", action="store_true", help="leave out the speed")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/dry_run_emulated.md")
@@ -447,8 +452,8 @@ def main() -> None:
         for row in (*of_fms(), *of_torchtitan(), *of_peft(), *of_torchtune())
         if row.name.split("/")[0] not in NOT_RUN
     ]
-    rows = [row for row in rows if only is None or row.name in only]
-    timed = [row for row in time_rows() if only is None or row.name in only]
+    rows = [row for row in rows if only is None or row.name.startswith(tuple(only))]
+    timed = [row for row in time_rows() if only is None or row.name.startswith(tuple(only))]
     runs = [*runs_of_peaks(rows), *(run for row in timed for run in runs_of_times(row))]
     found = measure(runs, args.libraries, args.measured or args.libraries / "measured.jsonl", args.jobs)
     shown = [row for row in rows if "failed" not in found[row.name]]
@@ -458,7 +463,10 @@ def main() -> None:
     predicted = {name: took for name, took in seconds.items() if took is not None}
     lines += ["", *lines_of_times(predicted, found)]
     if only is not None:
-        print("\n".join(lines))
+        failed = [f"not run: {run.name}, {found[run.name]['failed']}" for run in runs if "failed" in found[run.name]]
+        print("\n".join([*lines, *failed]))
+        if args.output:
+            report("Dry runs against some of the published peaks and times", args.output, failed, lines, {})
         return
     errors = [abs(error_of(row, found[row.name])) for row in shown if row.name != FIXES_LENGTH]
     speed = {} if args.no_speed else SPEED
@@ -478,11 +486,8 @@ def main() -> None:
     left_out = [f"not run: {name}, {why}" for name, why in {**NOT_RUN, **failed}.items()]
     left_out += [f"times not counted: {name}; {why}" for name, why in EXCLUDED.items()]
     facts = [*FACTS, *(f"{kind}: {known}" for kind, known in kinds.items()), *left_out]
-    write_report(
-        "Dry runs against published peaks and times", device="cpu", facts=facts, rows=lines, figures=figures,
-        output=args.output or ROOT / "benchmarks/results/dry_run_emulated.md",
-        packages=("torch", "triton", "bitsandbytes"),
-    )  # fmt: skip
+    output = args.output or ROOT / "benchmarks/results/dry_run_emulated.md"
+    report("Dry runs against published peaks and times", output, facts, lines, figures)
     now = {kind: asdict(replace(accuracy, measured={})) for kind, accuracy in AGAINST_PUBLISHED.items()}
     if {kind: {**known, "measured": {}} for kind, known in kinds.items()} != now:
         print(f"AGAINST_PUBLISHED is {now}; now {kinds}", file=sys.stderr)
