@@ -17,7 +17,7 @@ take a fixed amount of memory more (RLIMIT_DATA).
 is a sum over the tokens of all 64 (``dapo``), so that gradients may be compared: the norm of each update's is compared
 with that of TRL with the smallest batch.
 
-With ``shrinking``, a tenth of what the process may still grow by is taken away after each of 20 updates of eight
+With ``shrinking``, a tenth of what the process may still grow by is taken away after each of 25 updates of eight
 completions, down to what a single one needs: updates that were taken, and completions that were lost. The last line
 printed is a JSON object.
 """
@@ -135,7 +135,7 @@ def measure(way: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         if way == SHRINKING:
-            trainer = make_trainer(folder, 8, {"micro_batch_size": "auto"}, updates=20, in_all=8)
+            trainer = make_trainer(folder, 8, {"micro_batch_size": "auto"}, updates=25, in_all=8)
         else:
             trainer = make_trainer(folder, *WAYS[way], updates=UPDATES)
         trainer.remove_callback(PrinterCallback)
@@ -192,7 +192,7 @@ def main() -> None:
     shrinking = found[SHRINKING]
     figures = {
         "by_hand_over_adaptive": round(by_hand / ours, 2), "shrinking_updates": shrinking.get("updates"),
-        "shrinking_lost": 8 * 20 - shrinking.get("completions", 0), "shrinking_recoveries": shrinking.get("recoveries"),
+        "shrinking_lost": 8 * 25 - shrinking.get("completions", 0), "shrinking_recoveries": shrinking.get("recoveries"),
     }  # fmt: skip
     write_report(
         "An update of GRPO, with and without adaptive", device="cpu",

@@ -122,6 +122,8 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "python examples/grpo.py": "tests/transformers/test_examples.py runs it",
     "adaptive-batching padding data/quickstart/train.json --batch-size 16": "tests/test_padding.py has its like",
     "pip install '.[transformers]' trl": "tests/transformers needs what it installs",
+    "adaptive-batching padding": "tests/test_padding.py has its like",
+    "adaptive-batching run -- COMMAND": "any command; tests/transformers/test_adopt.py has one",
     "make test-stacks": "these take environments of their own",
     "make test-stacks-all": "these take environments of their own",
     "make test": "this test is one of those that it runs",
