@@ -140,6 +140,10 @@ def test_figures_of_other_pages_are_what_their_results_say() -> None:
     )
     ours = rows["adaptive"]
     assert f"| {float(ours['seconds of an update']):.1f}, after {float(ours['set-up']):.0f} s of set-up |" in page
+    assert (
+        generated["shrinking_lost"] == 0
+        and f"none of {8 * generated['shrinking_updates']} completions was lost" in page
+    )
     assert f"| | {generated['by_hand_over_adaptive']:.1f} | [GRPO]" in says("docs/speed-up.md")
     flat = figures("trainer_vs_peers_cpu.md")["seconds_vs_best_peer"]
     for name in ("speed-up", "comparison"):
