@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,18 @@ class Rewards:
         return [len(set(text.split())) / 10 + 0.01 * len(text.split()) for text in completions]
 
 
+def with_tools(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that are drawn, of which each fourth token is what a tool has answered."""
+    draws = random.Random(trainer.state.global_step)
+    lengths = [draws.randint(3, COMPLETION) for _ in prompts]
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": [[draws.randrange(2, 60) for _ in range(length)] for length in lengths],
+        "env_mask": [[int(at % 4 != 1) for at in range(length)] for length in lengths],
+        "logprobs": None,
+    }
+
+
 class SeesLogs(TrainerCallback):
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
@@ -77,7 +90,8 @@ class SeesLogs(TrainerCallback):
 
 def make(
     folder: Path, ours: Any = None, *, kind: Any = GRPOTrainer, config: Any = GRPOConfig, model: Any = None,
-    saved: Path | None = None, lora: bool = False, callbacks: Sequence[TrainerCallback] = (), **settings: Any,
+    saved: Path | None = None, lora: bool = False, rollout_func: Any = None,
+    callbacks: Sequence[TrainerCallback] = (), **settings: Any,
 ) -> Any:  # fmt: skip
     """Return a trainer, with its ``rewards`` and ``seen_logs``, that is adaptive by the settings ``ours``, if any.
 
@@ -97,6 +111,8 @@ def make(
         "gradient_checkpointing": False, "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"},
     } | settings  # fmt: skip
     own: dict[str, Any] = {} if ours is None else {"adaptive": ours}
+    if rollout_func is not None:
+        own["rollout_func"] = rollout_func
     if lora:
         # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
         importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]

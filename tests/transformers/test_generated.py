@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": "gpt2"},
     "checkpointed": {"gradient_checkpointing": True},
     "lora": {"lora": True},
+    "masks of tools": {"rollout_func": generating.with_tools, "loss_type": "bnpo"},
     "rloo": RLOO,
 }
 
