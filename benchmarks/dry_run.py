@@ -463,10 +463,10 @@ def main() -> None:
     predicted = {name: took for name, took in seconds.items() if took is not None}
     lines += ["", *lines_of_times(predicted, found)]
     if only is not None:
-        failed = [f"not run: {run.name}, {found[run.name]['failed']}" for run in runs if "failed" in found[run.name]]
-        print("\n".join([*lines, *failed]))
+        not_run = [f"not run: {run.name}, {found[run.name]['failed']}" for run in runs if "failed" in found[run.name]]
+        print("\n".join([*lines, *not_run]))
         if args.output:
-            report("Dry runs against some of the published peaks and times", args.output, failed, lines, {})
+            report("Dry runs against some of the published peaks and times", args.output, not_run, lines, {})
         return
     errors = [abs(error_of(row, found[row.name])) for row in shown if row.name != FIXES_LENGTH]
     speed = {} if args.no_speed else SPEED
