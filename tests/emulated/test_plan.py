@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.emulated.test_dry_run import dry_run, start
+from tests.integration.two_ranks import OTHERS
 
 MEMORY = "1536MiB"
 SMALL = [
@@ -46,11 +47,12 @@ class Row:
     is_slow: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.recipe, Path(self.config).name, *(each.split("=")[0] for each in self.overrides)])
+        return "-".join([self.recipe, Path(self.config).name, *(each.split("=")[0] for each in self.overrides[:2])])
 
 
 FULL, LORA = "quickstart/full_single_device", "quickstart/lora_single_device"
 CHECKPOINTED = ("enable_activation_checkpointing=True", "gradient_accumulation_steps=4")
+OF = {kind: tuple(overrides) for kind, (_, _, overrides) in OTHERS.items()}
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null")
 ROWS = [
     Row("full_finetune_single_device", FULL),
@@ -62,11 +64,11 @@ ROWS = [
     Row("full_finetune_distributed", FULL, devices=4, is_slow=True),
     Row("lora_dpo_single_device", "quickstart/lora_dpo_single_device", is_slow=True),
     Row("lora_dpo_distributed", "quickstart/lora_dpo_single_device", devices=2, is_slow=True),
-    Row("full_dpo_distributed", "quickstart/lora_dpo_single_device", devices=2, is_slow=True),
-    Row("knowledge_distillation_single_device", LORA, is_slow=True),
-    Row("knowledge_distillation_distributed", LORA, devices=2, is_slow=True),
-    Row("qat_distributed", FULL, devices=2, is_slow=True),
-    Row("qat_lora_finetune_distributed", LORA, devices=2, is_slow=True),
+    Row("full_dpo_distributed", "quickstart/lora_dpo_single_device", OF["full_dpo"], devices=2, is_slow=True),
+    Row("knowledge_distillation_single_device", LORA, OF["kd"], is_slow=True),
+    Row("knowledge_distillation_distributed", LORA, OF["kd"], devices=2, is_slow=True),
+    Row("qat_distributed", FULL, OF["qat"], devices=2, is_slow=True),
+    Row("qat_lora_finetune_distributed", LORA, OF["qat_lora"], devices=2, is_slow=True),
     Row("lora_finetune_single_device", "llama3_2/1B_lora_single_device", length=512, memory="8GiB", is_slow=True),
     Row("lora_finetune_distributed", "llama3_2/1B_lora", length=512, devices=2, memory="8GiB", is_slow=True),
 ]  # fmt: skip
