@@ -45,7 +45,8 @@ def add_padding(subparsers: Any, prog: str) -> None:
         lengths = [min(length, args.max_length or length) for length, _ in measured if length]
         if len(lengths) < args.batch_size:
             parser.error(
-                f"{args.data} has {len(lengths)} samples that are not empty, and --batch-size {args.batch_size}"
+                f"{args.data} has {len(lengths)} samples that are not empty, and --batch-size {args.batch_size} asks "
+                "for more; give a smaller one, or name what to measure with --field"
             )
         print("\n".join(report(lengths, args.batch_size, *units)))
 
@@ -85,7 +86,7 @@ def padding_of(lengths: Sequence[int], batch_size: int, *, grouped: bool = False
 
 
 def _samples(path: Path) -> Iterator[Any]:
-    text = path.read_text(errors="strict")
+    text = path.read_text()
     with contextlib.suppress(ValueError):  # several values, one in each line
         whole = json.loads(text)
         yield from whole if isinstance(whole, list) else [whole]
@@ -104,7 +105,7 @@ def _length(sample: Any, fields: Sequence[str]) -> tuple[int, str]:
     """Return a sample's length and its unit: tokens, if it has lists of numbers, or else characters of its texts."""
     if isinstance(sample, dict):
         if missing := [name for name in fields if name not in sample]:
-            raise ValueError(f"--field {missing[0]} is not in each sample; they have {', '.join(map(str, sample))}")
+            raise ValueError(f"--field {missing[0]} is not in each sample; name one of {', '.join(map(str, sample))}")
         if names := fields or [name for name in sample if name == "input_ids"]:
             sample = [sample[name] for name in names]
     tokens, characters = _count(sample)

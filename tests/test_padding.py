@@ -54,9 +54,9 @@ def test_what_is_measured(
 @pytest.mark.parametrize(
     ("text", "options", "says"),
     [
-        ("", "", "has 0 samples that are not empty, and --batch-size 8"),
+        ("", "", "has 0 samples that are not empty, and --batch-size 8 asks for more; give a smaller one"),
         ("oh no", "", "line 1 is not JSON; give JSON or JSON lines"),
-        ('[{"text": "a"}]', "--field txt", "--field txt is not in each sample; they have text"),
+        ('[{"text": "a"}]', "--field txt", "--field txt is not in each sample; name one of text"),
         ('[{"text": "a"}, [1, 2]]', "", "some samples have tokens and some only texts"),
         ("[]", "--batch-size 0", "--batch-size 0 must be at least 1"),
         ("[]", "--max-length 0", "--max-length 0 must be at least 1"),

@@ -22,9 +22,6 @@ html_title = "adaptive-batching"
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_mock_imports: list[str] = []
-suppress_warnings = ["misc.highlighting_failure"]
-linkcheck_anchors = False
 
 _CHAPTERS = {
     "Start": ["trainer", "generate", "frameworks", "torchtune", "your-own-loop"],
