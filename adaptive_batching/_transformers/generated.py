@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,10 @@ from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._state import State
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.forward_timer import ForwardTimer
+from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part, Work
@@ -86,7 +89,10 @@ class RowsWork(Work[Any, RowsPart, Any]):
     def parts(self, rows: Sequence[PreparedRow], rule: SplitRule, *, learns: bool) -> list[RowsPart]:
         """Return ``rows`` in parts that are expected to fit."""
         lengths, pads = [row.tokens for row in rows], not self._run.rows.packed
-        split = split_samples(lengths, rule, self.limit.max_tokens, pads=pads)
+        most = self.limit.max_tokens
+        if most is not None and rule.by_length and not pads:
+            most = self._run.row_size.tokens(sum(lengths), most)
+        split = split_samples(lengths, rule, most, pads=pads)
         lists = [[rows[at] for at in part] for part in split]
         return [RowsPart(part, self.tokens(part), learns=learns) for part in lists]
 
@@ -123,6 +129,9 @@ class LossWork(RowsWork):
 
     def parameters(self) -> list[nn.Parameter]:
         return self._run.parameters()
+
+    def put_back(self) -> None:
+        self._run.timer.forget()
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,14 @@ class GeneratedRun:
         self.rows = Rows(trainer)
         """How rows run: packed, or padded."""
 
+        self.row_size = RowSize(first_row(trainer.args.device.type))
+        """Tokens of packed completions that run at once, of those that fit."""
+
         self._trainer, self._ranks = trainer, Ranks(trainer.args.device)
+        self.timer: ForwardTimer[RowsPart] = ForwardTimer(
+            trainer.args.device, lambda part, seconds: self.row_size.observe(part.tokens, seconds)
+        )
+        """Of parts that are learned from."""
         self._work, self._of_numbers = (kind(self, trainer.args.device) for kind in (LossWork, NumbersWork))
         self._parallel = DataParallel(self._ranks, self.parameters)
         recovers = settings.recover_from_oom is not False
@@ -230,6 +246,8 @@ class GeneratedRun:
         trainer, batch = self._trainer, PreparedBatch(inputs)
         self._call(model)
         if not self._is_open:
+            self.timer.read()  # of the step before
+            self.row_size.begin_step(self._ranks.gather)
             self._runner.begin()
             self._is_open = True
         self._runner.add(batch)
@@ -258,13 +276,12 @@ class GeneratedRun:
 
         divisor = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
         known = {} if batch.entropy_mask is None else {"get_high_entropy_mask": _returning(batch.entropy_mask)}
-        graph = contextlib.nullcontext() if part.learns else torch.no_grad()
         with (
             uncounted(trainer),
             by_itself(trainer),
             replaced(trainer, **{METHOD: some}, **known),
             self.rows.around(self._model, batch, rows),
-            graph,
+            self.timer.around(part) if part.learns else torch.no_grad(),
         ):
             loss = trainer._compute_loss(self._model, batch.inputs)
             if part.learns and loss.requires_grad:
@@ -409,10 +426,10 @@ class GeneratedRun:
         longest = int(self._ranks.largest(max(map(len, prompts))))
         length = longest + trainer.max_completion_length
         log.info("probing forward passes, of prompts of %d tokens and %d generated", longest, length - longest)
-        self.probe = self._find(longest, trainer.max_completion_length)
-        if self.probe.bound == "memory":
-            self._work.limit.bound = self.probe.batch_size * length
-        self._work.limit.note(self.probe.batch_size * length)
+        self.probe = probe = self._find(longest, trainer.max_completion_length)
+        if probe.bound == "memory" or probe.enough is not None:
+            self._work.limit.bound = (probe.enough or probe.batch_size) * length
+        self._work.limit.note(probe.batch_size * length)
 
     def _pack(self) -> None:
         trainer = self._trainer
@@ -438,6 +455,9 @@ class GeneratedRun:
         trainer, model, device = self._trainer, self._model, self._trainer.args.device
         most = trainer.args.per_device_train_batch_size
         request = ProbeRequest(most, "the completions of a batch", rounds=False, coarse=True, in_parts=True)
+        if self.rows.packed:  # whose size is learnt in training
+            suffices = -(-first_row(device.type) // (prompt + completion))
+            request = replace(request, may_stop_early=True, suffices=suffices)
 
         def make_batch(size: int) -> PreparedBatch:
             # One is shorter, as models of transformers make a mask where there is padding, and without it none.
@@ -455,7 +475,7 @@ class GeneratedRun:
         step = TrainingStep(model, [trainer.optimizer.optimizer], make_batch, run, state=State([model]))
         with uncounted(trainer), replaced(trainer.accelerator, scaler=None):
             return find_largest(
-                step, self.settings, memory_meter(device), request, ranks=self._ranks,
+                step, self.settings, memory_meter(device), request, ranks=self._ranks, times=ForwardTimes(),
                 remedy=f"set {_LESS_MEMORY}", scratch=Path(trainer.args.output_dir),
             )  # fmt: skip
 

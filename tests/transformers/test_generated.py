@@ -10,6 +10,7 @@ import torch
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from adaptive_batching import ConfigError, DoesNotFitError
+from adaptive_batching._step.row_size import first_row
 from adaptive_batching._transformers.generated_rows import METHOD
 from adaptive_batching._transformers.handed_out import replaced
 from adaptive_batching.transformers import AdaptiveCallback, adaptive, adopt
@@ -118,6 +119,20 @@ def test_completions_are_packed_without_padding_where_a_model_honours_it(tmp_pat
     assert shapes[-2:] == [(1, number) for number in tokens], "one row of all tokens"
     padded = trained(tmp_path, {"micro_batch_size": "auto", "padding": True}, "dapo")
     assert not padded.adaptive.rows.packed
+
+
+def test_packed_completions_begin_in_rows_that_are_enough_and_not_in_all_that_fits(tmp_path: Path) -> None:
+    of_64 = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_iterations": 1, "max_steps": 1}
+    trainer = made(tmp_path, AUTO, "dapo", **of_64)
+    shapes: list[int] = []
+    trainer.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: shapes.append(args[0].shape[1]) if trainer._buffered_inputs is not None else None
+    )
+    trainer.train()
+    probe = trainer.adaptive.probe
+    assert probe.enough == 64 and probe.batch_size < 64, "the rest fits by far by what ran"
+    assert max(shapes) <= first_row("cpu") < sum(shapes)
+    assert difference(weights(trained(tmp_path, None, "dapo", **of_64)), weights(trainer)) < 1e-5
 
 
 def fails_in_backward(trainer: Any, at: list[int]) -> list[int]:
