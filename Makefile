@@ -148,14 +148,16 @@ dist: $(call installed,release)  ## Build wheel and sdist in dist/, and check th
 	$(RUN) -m build --quiet
 	$(RUN) -m twine check --strict dist/*
 
-# What a wheel or an sdist shows on its first screen, run where nothing else of the checkout is. PINS are of what it needs.
+# What a wheel or an sdist shows on its first screen, and the examples, run where nothing else of the checkout is. PINS are
+# of what it needs, or more packages, whose examples run as well.
 DIST ?= $(firstword $(wildcard dist/*.whl))
-PINS ?=
-test-dist:  ## Install DIST (the wheel in dist/) with PINS in an empty environment, and run what its README shows
+PINS ?= trl peft sentence-transformers
+test-dist:  ## Install DIST (the wheel in dist/) with PINS in an empty environment, and run what its README shows, and examples
 	rm -rf $(VENV)-dist
 	$(BASE_PYTHON) -m venv $(VENV)-dist
 	$(VENV)-dist/bin/python -m pip install --quiet --disable-pip-version-check '$(abspath $(DIST))[transformers]' $(PINS)
-	cd "$$(mktemp -d)" && cp $(CURDIR)/tests/support/first_screen.py . && $(abspath $(VENV)-dist)/bin/python first_screen.py
+	cd "$$(mktemp -d)" && cp -r $(CURDIR)/tests/support/first_screen.py $(CURDIR)/examples . && \
+		$(abspath $(VENV)-dist)/bin/python first_screen.py examples
 
 clean:  ## Remove the environment and what the quickstart made
 	rm -rf $(VENV) $(VENV)-* data/quickstart outputs/quickstart outputs/docs dist

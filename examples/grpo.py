@@ -1,7 +1,7 @@
 """GRPO with TRL, adaptive: what is generated is TRL's, and its forward and backward passes run in parts that fit.
 
 pip install '.[transformers]' trl
-python examples/grpo.py                                  # a tiny model from a config, on a CPU, in seconds
+python examples/grpo.py                                  # a tiny model from a config, on a CPU, in half a minute
 python examples/grpo.py Qwen/Qwen2.5-0.5B-Instruct       # a real one
 """
 

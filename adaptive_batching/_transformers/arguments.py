@@ -14,7 +14,7 @@ from adaptive_batching._config import SECTION, AdaptiveBatchingConfig, nearest
 from adaptive_batching._growth.increase import path_of
 from adaptive_batching._values import AdaptiveBatchingError, ByLength, ConfigError, Explore, Fixed
 
-_ONLY_IN_RECIPES = {
+ONLY_IN_RECIPES = {
     "save_every_n_steps": "set save_strategy='steps' and save_steps in the trainer's arguments",
     "sequence_length": "samples are probed at the longest of the data",
     "grow_beyond_memory": "set micro_batch_size='auto', with which a batch grows beyond what fits in one forward pass",
@@ -90,7 +90,7 @@ class AdaptiveArguments:
             )
         known = [setting.name for setting in dataclasses.fields(cls)]
         for key in given:
-            if key in _ONLY_IN_RECIPES:
+            if key in ONLY_IN_RECIPES:
                 raise ConfigError(_only_in_recipes(key, given[key]))
             if key not in known:
                 raise ConfigError(f"adaptive has no setting {key!r}{nearest(str(key), known)}")
@@ -145,7 +145,7 @@ def _parsed(key: str, value: Any) -> Any:
 
 
 def _only_in_recipes(name: str, value: Any) -> str:
-    return f"{name}={value!r} is for the torchtune recipes; in Trainer, {_ONLY_IN_RECIPES[name]}"
+    return f"{name}={value!r} is for the torchtune recipes; in Trainer, {ONLY_IN_RECIPES[name]}"
 
 
 def _check(settings: AdaptiveBatchingConfig, batch_size: int) -> None:

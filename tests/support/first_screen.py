@@ -1,18 +1,24 @@
-"""Run what the first screen shows, as printed, with the package that is installed, from an empty folder.
+"""Run what the first screen shows, and the examples, with the package that is installed, from an empty folder.
 
-The README is that of the installed package's own metadata, so nothing of a checkout is read.
+    python first_screen.py [examples]
+
+The README is that of the installed package's own metadata, and examples are run from a copy of their folder, so that
+nothing else of a checkout is read. An example that needs what is not installed is left out, and named.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+import subprocess
 import sys
 from importlib.metadata import metadata
 from pathlib import Path
 
 
 def main() -> None:
-    """Run each block of Python that is a whole program, or a whole function."""
+    """Run each block of Python that is a whole program, or a whole function, and each example."""
     import adaptive_batching
 
     assert "site-packages" in adaptive_batching.__file__, f"{adaptive_batching.__file__} is not an installed package"
@@ -25,6 +31,21 @@ def main() -> None:
         Path("block.py").write_text(block)
         exec(compile(block, "block.py", "exec", dont_inherit=True), {"__name__": "__main__"})
     print(f"all {len(whole)} ran, with Python {sys.version.split()[0]}")
+    for folder in sys.argv[1:]:
+        for example in sorted(Path(folder).glob("*.py")):
+            run_example(example)
+
+
+def run_example(path: Path) -> None:
+    """Run an example as its page says, unless something that it needs is not installed."""
+    imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    needed = {str(node.module).split(".")[0] for node in imported}
+    if missing := sorted(name for name in needed if importlib.util.find_spec(name) is None):
+        print(f"--- {path.name}: left out, without {', '.join(missing)} ---", flush=True)
+        return
+    print(f"--- {path.name} ---", flush=True)
+    ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if path.stem == "two_ranks" else []
+    subprocess.run([sys.executable, *ranks, path], check=True)
 
 
 if __name__ == "__main__":

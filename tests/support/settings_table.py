@@ -13,6 +13,7 @@ from pathlib import Path
 from adaptive_batching._config import LR_SCALINGS, AdaptiveBatchingConfig
 from adaptive_batching._probe.search import SEARCHES
 from adaptive_batching._torchtune.train.settings import FIELDS
+from adaptive_batching._transformers.arguments import ONLY_IN_RECIPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 _START, _END = "<!-- from AdaptiveBatchingConfig -->\n", "<!-- end -->"
@@ -21,7 +22,7 @@ _NUMBER = "1 or more"
 _MEMORY = '`"40GiB"`, `"90%"`, GiB'
 _VALUES = {
     "batch_increase_function": '`"pkg.module.function"`, `{_component_: pkg.module.factory, ...arguments}`',
-    "micro_batch_size": f"{_NUMBER}, `auto`, `explore`",
+    "micro_batch_size": f"{_NUMBER}, `auto`, `explore` (recipes only)",
     "save_every_n_steps": _NUMBER,
     "search": ", ".join(f"`{name}`" for name in SEARCHES if name != AdaptiveBatchingConfig.search),
     "max_batch_size": _NUMBER,
@@ -46,7 +47,8 @@ def table() -> str:
         setting = name if name in FIELDS else f"adaptive_batching.{name}"
         others = f"`{not default}`" if isinstance(default, bool) else _VALUES[name]
         shown = _DEFAULTS.get(name) or ("null" if default is None else default)
-        rows.append(f"| `{setting}` | `{shown}`, {others} | {_markdown(docstrings[name])} |")
+        where = " Recipes only." if name in ONLY_IN_RECIPES else ""
+        rows.append(f"| `{setting}` | `{shown}`, {others} | {_markdown(docstrings[name])}{where} |")
     return "\n".join(rows) + "\n"
 
 
