@@ -54,7 +54,7 @@ def test_what_stands_for_arguments_is_read_as_they_are() -> None:
 def test_every_setting_that_a_trainer_can_have_is_an_argument() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(AdaptiveArguments)}
     ours = AdaptiveBatchingConfig()
-    assert set(theirs) == set(vars(ours)) - set(arguments._ONLY_IN_RECIPES)
+    assert set(theirs) == set(vars(ours)) - set(arguments.ONLY_IN_RECIPES)
     assert AdaptiveArguments().settings(8) == ours, "by the same defaults"
 
 

@@ -70,7 +70,7 @@ def _say(parser: argparse.ArgumentParser, prog: str) -> None:
     for part in (parser, *parser._actions):
         for name in ("usage", "epilog", "help"):
             if isinstance(text := getattr(part, name, None), str):
-                setattr(part, name, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
+                setattr(part, name, re.sub(r"\btune (?=run\b)", f"{prog} ", text))
 
 
 def add_run(subparsers: Any, prog: str) -> None:
