@@ -108,6 +108,13 @@ def test_comparisons_answer_as_for_zeros(elements: int, dtype: torch.dtype) -> N
     assert torch.stack([torch.isfinite(each).all() for each in (x, x.grad)]).all()
 
 
+def test_a_mask_of_millions_answers_for_all_although_only_its_first_element_is_written() -> None:
+    x = torch.zeros(2**24 + 1, device="cuda")
+    mask = (x == 0) & torch.isfinite(x)
+    assert mask.all() and mask.clone().all() and not (~mask).any()
+    assert len(mask.nonzero()) == len(x[mask]) == len(x) and not (x != 0).nonzero().numel()
+
+
 def test_comparisons_see_the_numbers_that_the_host_wrote() -> None:
     x = torch.tensor([1.0, -2.0, float("nan"), float("inf")]).cuda()
     assert x.isfinite().tolist() == [True, True, False, False] and (x > 0).tolist() == [True, False, False, True]

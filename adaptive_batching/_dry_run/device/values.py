@@ -22,6 +22,7 @@ from adaptive_batching._dry_run.device import control
 
 MOST_ELEMENTS = 2**20
 MOST_BYTES = 2**16  # of a byte each: more are the packed numbers of quantized weights
+MOST_FILLED = 2**24  # bytes of a mask: to write to all of those that fake quantization makes would take minutes
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no tensor of another kind, whose memory may be elsewhere
 NUMBERS = (bool, int, float, complex)
 LONGEST_WAIT = 5000  # milliseconds; another rank may wait for this one
@@ -133,7 +134,8 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
 def _answered_for_all(function: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
     """Write the answer for the first elements to all of a result, where there are too many to look at each.
 
-    Those of a large tensor are equal: no kernel writes them, and large copies to the device are left out.
+    Those of a large tensor are equal: no kernel writes them, and large copies to the device are left out. Of a mask
+    beyond ``MOST_FILLED`` the first element alone is written, which stands for all in questions and selections.
     """
     asked = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and not _is_small(x)]
     if not all(x.is_cuda for x in asked):  # a copy, which is left out or made
@@ -144,7 +146,7 @@ def _answered_for_all(function: Any, args: Any, kwargs: Any, result: torch.Tenso
         given, named = tree_map_only(torch.Tensor, _first, (args, kwargs))
         answer = function(*given, **named).flatten()
         if answer.item() != held.item():  # memory that says so already stays untouched
-            _on_host(result).fill_(answer.item())
+            _on_host(result if result.numel() <= MOST_FILLED else _beginning(result)).fill_(answer.item())
     return result
 
 
@@ -175,7 +177,7 @@ def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
 
     def selected(keys: Any, *args: Any, **kwargs: Any) -> Any:
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
-        given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
+        given, named = tree_map_only(torch.Tensor, _to_select_from, (args, kwargs))
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(args[0].device), function(*given, **named))
 
     return selected
@@ -301,7 +303,17 @@ def _is_inexact(x: torch.Tensor) -> bool:
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the first element, with as many dimensions."""
-    return _on_host(tensor[(slice(1),) * tensor.dim()]).clone()
+    return _on_host(_beginning(tensor)).clone()
+
+
+def _beginning(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[(slice(1),) * tensor.dim()]
+
+
+def _to_select_from(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host with the same values; of a large mask, its first in each place."""
+    is_mask = tensor.dtype is torch.bool and tensor.numel() > MOST_FILLED
+    return _first(tensor).expand(tensor.shape) if is_mask else _on_host(tensor)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
