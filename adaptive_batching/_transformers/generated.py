@@ -65,7 +65,7 @@ _SETTINGS = {"micro_batch_size", "padding", "memory_limit", "headroom", "search"
 _LOOKED_AT = (5, 9, 3), (6, 4, 8)  # tokens of prompts and completions that run padded and packed
 
 
-def generates(trainer_class: type) -> bool:
+def scores_completions(trainer_class: type) -> bool:
     """Return True for a class of trainers whose loss is computed from what :data:`METHOD` returns."""
     return all(hasattr(trainer_class, name) for name in _NEEDED)
 
@@ -124,7 +124,7 @@ class LossWork(RowsWork):
                 run.take_entropy_mask(batch)
             yield self.parts(batch.rows, run.rule, learns=True)
 
-    def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], None]]:
+    def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], Any]]:
         return [partial(self._run.forward_backward, part) for part in parts]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -166,6 +166,8 @@ class NumbersWork(RowsWork):
 class GeneratedRun:
     """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
 
+    rows_of: Callable[[Any], Rows] = Rows
+
     def __init__(
         self,
         trainer: Any,
@@ -182,7 +184,7 @@ class GeneratedRun:
         self.probe: ProbeResult | None = None
         """The most completions of a forward pass, with every measurement; None if none was looked for as yet."""
 
-        self.rows = Rows(trainer)
+        self.rows = self.rows_of(trainer)
         """How rows run: packed, or padded."""
 
         self.row_size = RowSize(first_row(trainer.args.device.type))
@@ -251,20 +253,26 @@ class GeneratedRun:
             self._runner.begin()
             self._is_open = True
         self._runner.add(batch)
-        with torch.no_grad(), replaced(trainer, **{METHOD: _returning(batch.found)}):
-            loss: torch.Tensor = trainer._compute_loss(self._model, inputs)
+        with torch.no_grad():
+            loss = self._loss_of_all(batch)
         if trainer.accelerator.sync_gradients:
             self._runner.end()
             self._is_open = False
             self._parallel.sum_gradients(1 / self._ranks.size)
         return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
 
+    def _loss_of_all(self, batch: PreparedBatch) -> torch.Tensor:
+        """Return TRL's loss of a batch whose rows have all run, with its metrics, once."""
+        with replaced(self._trainer, **{METHOD: returning(batch.found)}):
+            loss: torch.Tensor = self._trainer._compute_loss(self._model, batch.inputs)
+        return loss
+
     def _call(self, model: nn.Module) -> None:
         """Have parts call ``model`` without DDP, which may be compiled for that."""
         if self._wrapped is not model:
             self._wrapped, self._model = model, without_ddp(self._trainer, model)
 
-    def forward_backward(self, part: RowsPart) -> None:
+    def forward_backward(self, part: RowsPart) -> Any:
         """Run rows of a prepared batch, and leave their share of its gradient if they are learned from."""
         trainer, rows = self._trainer, [row.index for row in part.samples]
         batch: PreparedBatch = part.samples[0].batch
@@ -274,8 +282,7 @@ class GeneratedRun:
             batch.note(rows, numbers, rest)
             return batch.with_graph(rows, numbers)
 
-        divisor = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
-        known = {} if batch.entropy_mask is None else {"get_high_entropy_mask": _returning(batch.entropy_mask)}
+        known = {} if batch.entropy_mask is None else {"get_high_entropy_mask": returning(batch.entropy_mask)}
         with (
             uncounted(trainer),
             by_itself(trainer),
@@ -285,8 +292,14 @@ class GeneratedRun:
         ):
             loss = trainer._compute_loss(self._model, batch.inputs)
             if part.learns and loss.requires_grad:
-                with torch.autocast(batch.ids.device.type, enabled=False):
-                    trainer.accelerator.backward(loss / divisor)
+                self.backward(loss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward as Trainer does, whose loss is a mean over accumulated batches unless TRL sees to that."""
+        trainer = self._trainer
+        divisor = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
+        with torch.autocast(loss.device.type, enabled=False):
+            trainer.accelerator.backward(loss / divisor)
 
     def rows_depend(self, batch: PreparedBatch) -> bool:
         """Return True if the gradient of a row depends on numbers of others, as with a quantile; no model runs."""
@@ -301,7 +314,7 @@ class GeneratedRun:
             filled = [
                 torch.cat([leaf, scale * value[half:].to(device)]) for leaf, value in zip(leaves, own, strict=True)
             ]
-            method = _returning((*filled, *[None] * self.rows.num_others))
+            method = returning((*filled, *[None] * self.rows.num_others))
             with uncounted(trainer), by_itself(trainer), replaced(trainer, **{METHOD: method}), torch.enable_grad():
                 loss = trainer._compute_loss(self._model, batch.inputs)
             found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
@@ -320,7 +333,7 @@ class GeneratedRun:
             batch.entropy_mask = find(*args, **kwargs)
             return batch.entropy_mask
 
-        of_all = {METHOD: _returning(batch.found), "get_high_entropy_mask": keep}
+        of_all = {METHOD: returning(batch.found), "get_high_entropy_mask": keep}
         with uncounted(trainer), torch.no_grad(), replaced(trainer, **of_all):
             trainer._compute_loss(self._model, batch.inputs)
 
@@ -436,18 +449,32 @@ class GeneratedRun:
         vocabulary = trainer.model.config.get_text_config().vocab_size
         dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
         with uncounted(trainer):
-            batch = sample_batch(vocabulary, *_LOOKED_AT, trainer.args.device)
+            batch, whys = sample_batch(vocabulary, *_LOOKED_AT, trainer.args.device), []
             try:
-                why = self.rows.pack_if_alike(self._model, batch, [dtype] if dtype else [])
+                for model in self.models:
+                    whys.append(self.rows.pack_if_alike(model, batch, [dtype] if dtype else []))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 raise DoesNotFitError.even_of_few(_LESS_MEMORY) from error
+        why = next(filter(None, whys), None)
         self.rows.packed = self._ranks.all(why is None)
         if self.rows.packed:
             log.info("completions are packed without padding, and attention stays within each")
         else:
             log.info("completions are padded: %s", why or "another rank pads them")
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that rows run through, of which each has to compute packed ones as padded ones."""
+        return [self._model]
+
+    def try_rows(self, batch: PreparedBatch, rows: Sequence[int]) -> None:
+        """Run ``rows`` forward and backward as in training, for their memory."""
+        with self.rows.around(self._model, batch, rows):
+            (log_probabilities, *_), _ = self.rows.run(self._model, batch, rows, compute_entropy=True)
+            assert log_probabilities is not None
+            self._trainer.accelerator.backward(-log_probabilities.mean())
 
     @little_to_collect()
     def _find(self, prompt: int, completion: int) -> ProbeResult:
@@ -466,10 +493,8 @@ class GeneratedRun:
         def run(batch: PreparedBatch) -> None:
             rows = [row.index for row in batch.rows]
             for _ in range(2):  # the second holds the gradients of the first, as in training
-                with trainer.compute_loss_context_manager(), self.rows.around(model, batch, rows):
-                    (log_probabilities, *_), _ = self.rows.run(model, batch, rows, compute_entropy=True)
-                    assert log_probabilities is not None
-                    trainer.accelerator.backward(-log_probabilities.mean())
+                with trainer.compute_loss_context_manager():
+                    self.try_rows(batch, rows)
             clip_and_step(model, [trainer.optimizer.optimizer], trainer.args.max_grad_norm or math.inf)
 
         step = TrainingStep(model, [trainer.optimizer.optimizer], make_batch, run, state=State([model]))
@@ -505,14 +530,6 @@ class AdaptiveGeneration:
             return stock(prompts, *args, **kwargs)
         return self.adaptive.generate(stock, prompts, *args, **kwargs)
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
-    ) -> Any:
-        if self.adaptive is None:
-            stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-            return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **more)
-        return self.adaptive.numbers(model, input_ids, attention_mask, logits_to_keep, batch_size, more)
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.adaptive is None or not self.model.training:
             return cast("torch.Tensor", super().compute_loss(model, inputs, *args, **kwargs))  # type: ignore[misc]
@@ -522,6 +539,18 @@ class AdaptiveGeneration:
         if self.adaptive is not None and "loss" in logs:
             logs["oom_retries"] = self.adaptive.num_recoveries
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class AdaptiveScoring(AdaptiveGeneration):
+    """The same for a class whose loss is computed from log-probabilities."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
+    ) -> Any:
+        if self.adaptive is None:
+            stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+            return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **more)
+        return self.adaptive.numbers(model, input_ids, attention_mask, logits_to_keep, batch_size, more)
 
 
 def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
@@ -579,13 +608,16 @@ def uncounted(trainer: Any) -> Iterator[None]:
         own.update(before)
 
 
-def _returning(value: Any) -> Callable[..., Any]:
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a function that returns ``value``, whatever it is called with."""
     return lambda *args, **kwargs: value
 
 
-def _joined(groups: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Return what was generated from several groups of prompts as from all of them: lists, or nothing."""
-    joined = []
+def _joined(groups: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """Return what was generated from several groups of prompts as from all of them: a list, or several, or nothing."""
+    if isinstance(groups[0], list):
+        return [each for group in groups for each in group]
+    joined: list[Any] = []
     for values in zip(*groups, strict=True):
         is_list = all(isinstance(value, list) for value in values)
         joined.append([each for value in values for each in value] if is_list else values[0])

@@ -99,13 +99,13 @@ class PreparedRow:
 class Rows:
     """Runs some rows of a padded batch through a model by TRL's own method, without their padding."""
 
+    what = "log-probabilities"
+
     def __init__(self, trainer: Any) -> None:
         self.packed = False
         """True if rows lie end to end, and attention stays within each; else they are padded to the longest of them."""
 
-        owners = [class_ for class_ in type(trainer).__mro__ if METHOD in vars(class_)]
-        owner = next(class_ for class_ in owners if class_.__module__.partition(".")[0] != "adaptive_batching")
-        self._method = MethodType(vars(owner)[METHOD], trainer)
+        self._method = method_of_trl(trainer, METHOD)
         self.num_others = int("compute_aux_loss" in inspect.signature(self._method).parameters)
         """Values that the method returns besides log-probabilities and entropies."""
 
@@ -162,10 +162,7 @@ class Rows:
 
         values = self._method(in_a_row, row, torch.ones_like(row), row.shape[1] - 1, **more)
         is_target = labels[0, 1:] != _IGNORED
-        numbers = [
-            None if each is None else each.new_zeros(completions.shape).masked_scatter(completions, each[0][is_target])
-            for each in values[:2]
-        ]
+        numbers = [None if each is None else _spread(each[0][is_target], completions) for each in values[:2]]
         return numbers, tuple(values[2:])
 
     def _run_padded(
@@ -180,7 +177,7 @@ class Rows:
         called = partial(model, position_ids=positions) if first else model
         values = self._method(called, ids, seen.long(), last - prompt, **more)
         missing = width - (last - prompt)
-        numbers = [None if each is None else nn.functional.pad(each, (0, missing)) for each in values[:2]]
+        numbers = [None if each is None else _widened(each, missing) for each in values[:2]]
         return numbers, tuple(values[2:])
 
     def pack_if_alike(self, model: nn.Module, batch: PreparedBatch, half: Sequence[torch.dtype]) -> str | None:
@@ -195,6 +192,7 @@ class Rows:
         """
         rows, watch = [row.index for row in batch.rows], Watch()
         training = [module for module in model.modules() if module.training]
+        self.packed = False
         try:
             model.eval()
             with torch.no_grad():
@@ -215,9 +213,32 @@ class Rows:
         dtypes = {padded.dtype, *(parameter.dtype for parameter in model.parameters()), *half}
         why = watch.why_not(model)
         if why is None and not off <= max(_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) for dtype in dtypes):
-            why = f"log-probabilities of packed completions are {percent(off)} off those of padded ones"
+            why = f"{self.what} of packed completions are {percent(off)} off those of padded ones"
         self.packed = why is None
         return why
+
+
+def method_of_trl(trainer: Any, name: str) -> Any:
+    """Return the method of a trainer as TRL has it, below what is mixed in here."""
+    return MethodType(vars(owner_of_method(type(trainer), name))[name], trainer)
+
+
+def owner_of_method(trainer_class: type, name: str) -> type:
+    """Return the class that has a method, below what is mixed in here; ``object`` if none has."""
+    owners = [class_ for class_ in trainer_class.__mro__ if name in vars(class_)]
+    ours = "adaptive_batching"
+    return next((class_ for class_ in owners if class_.__module__.partition(".")[0] != ours), object)
+
+
+def _spread(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return values, [n, ...], at the n ``places`` that are true, [b, c]: zeros elsewhere, [b, c, ...]."""
+    more = values.shape[1:]
+    return values.new_zeros(*places.shape, *more).masked_scatter(places.view(*places.shape, *[1] * len(more)), values)
+
+
+def _widened(values: torch.Tensor, missing: int) -> torch.Tensor:
+    """Return values, [b, c, ...], with zeros in so many places after the last of c."""
+    return nn.functional.pad(values, (*(0, 0) * (values.dim() - 2), 0, missing))
 
 
 def _bounds(batch: PreparedBatch, rows: Sequence[int]) -> SampleBounds:

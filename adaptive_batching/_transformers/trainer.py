@@ -17,7 +17,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from adaptive_batching._transformers import one_loop
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set, in_trainers_words
-from adaptive_batching._transformers.generated import AdaptiveGeneration, GeneratedRun, generates
+from adaptive_batching._transformers.distilled import DistilledRun, distils
+from adaptive_batching._transformers.generated import (
+    AdaptiveGeneration,
+    AdaptiveScoring,
+    GeneratedRun,
+    scores_completions,
+)
 from adaptive_batching._transformers.handed_out import (
     Samples,
     StepInputs,
@@ -68,8 +74,8 @@ def _make(trainer_class: type[Trainer]) -> type[Trainer]:
     # It has the name of what it is to its user, in our messages and in those of others.
     members = {name: getattr(trainer_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     ours: tuple[type, ...] = (AdaptiveTraining,)
-    if generates(trainer_class):
-        ours = (TakesSettings, AdaptiveGeneration)
+    if (kind := _generating(trainer_class)) is not None:
+        ours = (TakesSettings, kind[0])
     elif one_loop.IS_IN_USE:
         ours = (one_loop.InOneLoop, AdaptiveTraining)
     return cast("type[Trainer]", type(trainer_class.__name__, (*ours, trainer_class), members))
@@ -113,9 +119,9 @@ def adopt(
         return trainer
     try:
         with in_trainers_words():
-            if generates(type(trainer)):
+            if (kind := _generating(type(trainer))) is not None:
                 given = fields_set(arguments)
-                generated = GeneratedRun(trainer, of_run, given, only_if_possible=only_if_possible)
+                generated = kind[1](trainer, of_run, given, only_if_possible=only_if_possible)
                 return _adopt_generating(trainer, generated, state)
             run = AdaptiveRun(trainer, of_run, fields_set(arguments), state)
     except AdaptiveBatchingError as error:
@@ -134,6 +140,13 @@ def adopt(
     handler = trainer.callback_handler
     handler.callbacks = [trainer._following, *handler.callbacks, trainer._recording]
     return trainer
+
+
+def _generating(trainer_class: type) -> tuple[type, type[GeneratedRun]] | None:
+    """Return what is mixed into a class of trainers that generate, and the class of their runs; None for others."""
+    if scores_completions(trainer_class):
+        return AdaptiveScoring, GeneratedRun
+    return (AdaptiveGeneration, DistilledRun) if distils(trainer_class) else None
 
 
 def _adopt_generating(trainer: _OfTrainer, run: GeneratedRun, state: Sequence[Any]) -> _OfTrainer:
@@ -165,7 +178,7 @@ class TakesSettings:
     ) -> None:
         arguments = None if adaptive is None else AdaptiveArguments.of(adaptive)
         trainer_class = cast("type[Trainer]", type(self))
-        if arguments is not None and arguments.settings(batch_size=1).enabled and not generates(trainer_class):
+        if arguments is not None and arguments.settings(batch_size=1).enabled and _generating(trainer_class) is None:
             given = (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments))
             check_class(trainer_class, next(given, None))
         super().__init__(*args, **kwargs)

@@ -22,7 +22,7 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from adaptive_batching.transformers import adaptive
 
@@ -88,6 +88,28 @@ class SeesLogs(TrainerCallback):
             self.logs.append(dict(logs))
 
 
+GIVEN: dict[str, Any] = {
+    "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 2, "max_completion_length": COMPLETION,
+    "learning_rate": 1e-3, "max_steps": 2, "logging_steps": 1, "seed": 3, "use_cpu": True, "report_to": "none",
+    "save_strategy": "no", "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
+    "model_init_kwargs": {"dtype": "float32"},
+}  # fmt: skip
+
+
+def prompts() -> Dataset:
+    """32 prompts of 3 to 15 words."""
+    lengths = [3 + 3 * (row % 5) for row in range(32)]
+    return Dataset.from_list(
+        [{"prompt": " ".join(f"w{(7 * row + at) % 61}" for at in range(length))} for row, length in enumerate(lengths)]
+    )
+
+
+def adapters() -> LoraConfig:
+    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
+    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
 def make(
     folder: Path, ours: Any = None, *, kind: Any = GRPOTrainer, config: Any = GRPOConfig, model: Any = None,
     saved: Path | None = None, lora: bool = False, rollout_func: Any = None,
@@ -100,30 +122,53 @@ def make(
     path = saved or folder / "model"  # of which TRL loads the reference, too
     if saved is None:
         (make_model() if model is None else model).save_pretrained(path)
-    data = Dataset.from_list(
-        [{"prompt": " ".join(f"w{(7 * row + at) % 61}" for at in range(3 + 3 * (row % 5)))} for row in range(32)]
-    )
     rewards, seen = Rewards(), SeesLogs()
-    given = {
-        "per_device_train_batch_size": BATCH, "num_generations": 4, "gradient_accumulation_steps": 2,
-        "max_completion_length": COMPLETION, "beta": 0.1, "num_iterations": 2, "learning_rate": 1e-3, "max_steps": 2,
-        "logging_steps": 1, "seed": 3, "use_cpu": True, "report_to": "none", "save_strategy": "no", "bf16": False,
-        "gradient_checkpointing": False, "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"},
-    } | settings  # fmt: skip
+    given = GIVEN | {"num_generations": 4, "beta": 0.1, "num_iterations": 2} | settings
     own: dict[str, Any] = {} if ours is None else {"adaptive": ours}
     if rollout_func is not None:
         own["rollout_func"] = rollout_func
     if lora:
-        # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
-        importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
-        own["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        own["peft_config"] = adapters()
     trainer = adaptive(kind)(
         model=str(path), args=config(output_dir=str(folder / "out"), **given),
-        reward_funcs=rewards, train_dataset=data, processing_class=tokenizer(), callbacks=[*callbacks, seen], **own,
+        reward_funcs=rewards, train_dataset=prompts(), processing_class=tokenizer(), callbacks=[*callbacks, seen],
+        **own,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.rewards, trainer.seen_logs = rewards, seen.logs
     return trainer
+
+
+def make_distilling(
+    folder: Path, ours: Any = None, *, model: str = "llama", teacher: str = "llama", saved: Path | None = None,
+    lora: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
+    """Return a trainer whose student learns from a teacher with weights of another size, both ``saved`` or made."""
+    path = saved or folder
+    if saved is None:
+        save_student_and_teacher(path, model, teacher)
+    given: dict[str, Any] = GIVEN | {"teacher_model_init_kwargs": {"dtype": "float32"}} | settings
+    own: dict[str, Any] = {} if ours is None else {"adaptive": ours}
+    if lora:
+        own["peft_config"] = adapters()
+    seen = SeesLogs()
+    trainer = adaptive(DistillationTrainer)(
+        model=str(path / "student"), teacher_model=str(path / "teacher"),
+        args=DistillationConfig(output_dir=str(folder / "out"), **given), train_dataset=prompts(),
+        processing_class=tokenizer(), callbacks=[seen], **own,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.seen_logs = seen.logs
+    return trainer
+
+
+def save_student_and_teacher(folder: Path, model: str = "llama", teacher: str = "llama") -> None:
+    make_model(model).save_pretrained(folder / "student")
+    larger = make_model(teacher)
+    with torch.no_grad():
+        for parameter in larger.parameters():
+            parameter.mul_(1.5)
+    larger.save_pretrained(folder / "teacher")
 
 
 def weights(trainer: Any) -> torch.Tensor:

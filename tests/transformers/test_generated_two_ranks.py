@@ -12,13 +12,23 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.transformers.generating import failing, logs_off, make, make_model, weights
+from tests.transformers.generating import (
+    failing,
+    logs_off,
+    make,
+    make_distilling,
+    make_model,
+    save_student_and_teacher,
+    weights,
+)
 
 pytestmark = pytest.mark.xdist_group("generated_two_ranks")
 
 RANK = int(os.environ.get("RANK", 0))
+DISTILLATION = "distillation"
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo"},
+    DISTILLATION: {"beta": 0.5},
     "quantile": {"loss_type": "bnpo", "top_entropy_quantile": 0.5},  # of the tokens of both ranks
 }
 OURS: dict[str, Any] = {
@@ -33,9 +43,10 @@ def run_all(folder: Path) -> dict[str, Any]:
     """Train in each way on this rank; with ``short``, memory runs out twice on the second."""
     found = {}
     for loss, settings in LOSSES.items():
+        made_by = make_distilling if loss == DISTILLATION else make
         for name, ours in OURS.items():
             own = folder / f"{loss} {name} {RANK}"
-            trainer = make(own, ours, saved=folder / "model", per_device_train_batch_size=4, **settings)
+            trainer = made_by(own, ours, saved=folder / "model", per_device_train_batch_size=4, **settings)
             if name == "short" and RANK == 1:
                 with failing(trainer.adaptive.rows, "_method", [4, 9]) as failed:
                     trainer.train()
@@ -54,6 +65,7 @@ def run_all(folder: Path) -> dict[str, Any]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Mapping[str, Any]]:
     folder = tmp_path_factory.mktemp("generated_two_ranks")
     make_model().save_pretrained(folder / "model")
+    save_student_and_teacher(folder / "model")
     return run_ranks(run_all, folder, folder=folder)
 
 
