@@ -171,6 +171,18 @@ def save_student_and_teacher(folder: Path, model: str = "llama", teacher: str = 
     larger.save_pretrained(folder / "teacher")
 
 
+def trained_once(train: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that returns the trainer of a kind once it has trained, which it does once."""
+    made: dict[str, Any] = {}
+
+    def of(kind: str) -> Any:
+        if kind not in made:
+            made[kind] = train(kind)
+        return made[kind]
+
+    return of
+
+
 def weights(trainer: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
 

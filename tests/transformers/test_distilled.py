@@ -16,6 +16,7 @@ from tests.transformers.generating import (
     failing,
     logs_off,
     make_distilling,
+    trained_once,
     weights,
 )
 
@@ -40,14 +41,7 @@ def trained(folder: Path, ours: Any, name: str) -> Any:
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that returns a stock trainer of a kind once it has trained."""
-    made: dict[str, Any] = {}
-
-    def of(name: str) -> Any:
-        if name not in made:
-            made[name] = trained(tmp_path_factory.mktemp("stock"), None, name)
-        return made[name]
-
-    return of
+    return trained_once(lambda name: trained(tmp_path_factory.mktemp("stock"), None, name))
 
 
 def assert_as(stock: Any, ours: Any) -> None:

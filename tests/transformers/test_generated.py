@@ -15,7 +15,7 @@ from adaptive_batching._transformers.generated_rows import METHOD
 from adaptive_batching._transformers.handed_out import replaced
 from adaptive_batching.transformers import AdaptiveCallback, adaptive, adopt
 from tests.transformers import generating
-from tests.transformers.generating import BATCH, difference, failing, logs_off, make, make_model, weights
+from tests.transformers.generating import BATCH, difference, failing, logs_off, make, make_model, trained_once, weights
 
 RLOO = {"kind": RLOOTrainer, "config": RLOOConfig}
 AUTO, THREE = "auto", {"micro_batch_size": 3}
@@ -40,14 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that returns a stock trainer of a kind once it has trained."""
-    made: dict[str, Any] = {}
-
-    def of(name: str) -> Any:
-        if name not in made:
-            made[name] = trained(tmp_path_factory.mktemp("stock"), None, name)
-        return made[name]
-
-    return of
+    return trained_once(lambda name: trained(tmp_path_factory.mktemp("stock"), None, name))
 
 
 def trained(folder: Path, ours: Any, name: str, **settings: Any) -> Any:
