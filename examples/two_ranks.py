@@ -1,6 +1,6 @@
 """Trainer with FSDP2 on several devices, adaptive: ranks share out the samples of a step by predicted time.
 
-pip install '.[transformers]'
+pip install '.[transformers]' 'torch>=2.13'
 torchrun --nproc_per_node 2 examples/two_ranks.py                # two processes on a CPU, in a minute
 torchrun --nproc_per_node 2 examples/two_ranks.py Qwen/Qwen2.5-0.5B    # a real model
 """
