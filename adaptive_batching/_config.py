@@ -107,7 +107,10 @@ class AdaptiveBatchingConfig:
     """Largest factor that ``lr_scaling`` applies."""
 
     recover_from_oom: bool | None = None
-    """Rerun a step that ran out of memory in smaller micro-batches. None: where one without a prefix is set."""
+    """Rerun a step that ran out of memory in smaller micro-batches.
+
+    None does so where one of the settings without a prefix is set.
+    """
 
     audit_every: int | None = None
     """Optimizer steps between checks that parts add up to their union. None for the 1st, 10th, 100th split step."""

@@ -23,7 +23,7 @@ _OF_ONE_CLASS = (HIDDEN, "compute_loss", "_compute_loss", "_generate_and_score_c
 _OF_COMPLETIONS = ("completion_ids", "completion_mask", "tool_mask")  # [b, c]
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What TRL's loss returns: the loss, the student's entropies, and the number of tokens."""
+"""The scalars that TRL's loss returns: the loss, the sum of the student's entropies, and the number of tokens."""
 
 
 def distils(trainer_class: type) -> bool:

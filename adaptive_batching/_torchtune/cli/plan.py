@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
             raise ConfigError("give the card by --gpu, or its memory by --memory")
         memory = gpu_memory(args.memory) if args.memory is not None else 0
         if args.levers and len(gpus) > 1:
-            raise ConfigError("--levers is for one card; name one by --gpu")
+            raise ConfigError(f"--levers is for one card, and --gpu names {len(gpus)}; name one, with its size")
         build()  # before many processes find out that it cannot be
         if len(gpus) > 1:
             return compare_gpus(args, gpus)
