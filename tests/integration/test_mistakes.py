@@ -143,7 +143,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
         f"run my/full_finetune_single_device.py --config {LORA}",
         ["the file 'my/full_finetune_single_device.py' does not"],
     ),
-    ("plan quickstart/full_single_device --gpu A100 --levers", ["--levers is for one card, and --gpu names 2; name one"]),
+    ("plan quickstart/full_single_device --gpu A100 --levers", ["--levers is for one card, and --gpu names 2; name"]),
     ("dry-run --memory lots -- python x", ["--memory lots is not a memory size"]),
     ("dry-run --memory 24 --steps 0 -- python x", ["--steps 0 must be at least 1"]),
     ("dry-run --memory 24 --max-seconds 0 -- python x", ["--max-seconds 0 must be more than 0"]),

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from trl import DistillationTrainer
 
 from adaptive_batching import DoesNotFitError
+from adaptive_batching._transformers.distilled import distils
 from adaptive_batching.transformers import adopt
 from tests.transformers.generating import (
     BATCH,
@@ -115,3 +117,11 @@ def test_a_trainer_that_is_there_becomes_adaptive(stock: Any, tmp_path: Path) ->
     trainer.train()
     assert "packed" in str(trainer.adaptive)
     assert_as(stock("jsd"), trainer)
+
+
+def test_a_class_that_computes_its_loss_otherwise_is_not_taken_for_one() -> None:
+    class Other(DistillationTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    assert distils(DistillationTrainer) and not distils(Other)
