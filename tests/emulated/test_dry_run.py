@@ -189,7 +189,8 @@ model = nn.Sequential(nn.Unflatten(1, (1, 32, 32)), nn.Conv2d(1, 1, 3), nn.Flatt
 held = torch.empty(600 * 2**20, dtype=torch.uint8, device="cuda")
 optimizer = torch.optim.SGD(model.parameters())
 torch.distributed.barrier()
-print("free:", torch.cuda.mem_get_info()[0], flush=True)
+# In one write, which the other rank cannot tear where PYTHONUNBUFFERED is set
+print(f"free: {torch.cuda.mem_get_info()[0]}\\n", end="", flush=True)
 torch.distributed.barrier()
 for _ in range(2):
     model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
