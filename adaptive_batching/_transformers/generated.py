@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import heapq
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,7 @@ from adaptive_batching._transformers.generated_rows import (
     sample_batch,
 )
 from adaptive_batching._transformers.handed_out import alone, replaced
+from adaptive_batching._transformers.kept_completions import load_completions, save_completions
 from adaptive_batching._transformers.refusals import check_parallelism
 from adaptive_batching._transformers.trainer_probe import without_ddp
 from adaptive_batching._values import AdaptiveBatchingError, ByLength, ConfigError, Fixed, first_line
@@ -62,6 +65,8 @@ log = logging.getLogger(__name__)
 _NEEDED = (METHOD, "_compute_loss", "_generate_and_score_completions")
 _LESS_MEMORY = "gradient_checkpointing=True, bf16=True, LoRA, or a smaller max_completion_length"
 _SETTINGS = {"micro_batch_size", "padding", "memory_limit", "headroom", "search", "recover_from_oom"}
+_READ_AT_ONCE = 1000  # prompts of the data
+_TOKENIZED = 64  # of those with the most characters, whose tokens are counted
 _LOOKED_AT = (5, 9, 3), (6, 4, 8)  # tokens of prompts and completions that run padded and packed
 
 
@@ -190,13 +195,13 @@ class GeneratedRun:
         self.row_size = RowSize(first_row(trainer.args.device.type))
         """Tokens of packed completions that run at once, of those that fit."""
 
-        self._trainer, self._ranks = trainer, Ranks(trainer.args.device)
+        self._trainer, self.ranks = trainer, Ranks(trainer.args.device)
         self.timer: ForwardTimer[RowsPart] = ForwardTimer(
             trainer.args.device, lambda part, seconds: self.row_size.observe(part.tokens, seconds)
         )
         """Of parts that are learned from."""
         self._work, self._of_numbers = (kind(self, trainer.args.device) for kind in (LossWork, NumbersWork))
-        self._parallel = DataParallel(self._ranks, self.parameters)
+        self._parallel = DataParallel(self.ranks, self.parameters)
         recovers = settings.recover_from_oom is not False
         self._runner = StepRunner(self._work, self._parallel, recovers=recovers)
         self._runner_of_numbers = StepRunner(self._of_numbers, recovers=recovers)
@@ -249,7 +254,7 @@ class GeneratedRun:
         self._call(model)
         if not self._is_open:
             self.timer.read()  # of the step before
-            self.row_size.begin_step(self._ranks.gather)
+            self.row_size.begin_step(self.ranks.gather)
             self._runner.begin()
             self._is_open = True
         self._runner.add(batch)
@@ -258,7 +263,7 @@ class GeneratedRun:
         if trainer.accelerator.sync_gradients:
             self._runner.end()
             self._is_open = False
-            self._parallel.sum_gradients(1 / self._ranks.size)
+            self._parallel.sum_gradients(1 / self.ranks.size)
         return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
 
     def _loss_of_all(self, batch: PreparedBatch) -> torch.Tensor:
@@ -320,12 +325,12 @@ class GeneratedRun:
             found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
             gradients += [torch.cat([each.flatten() for each in found if each is not None] or [leaves[0].flatten()])]
         one, other = gradients
-        return self._ranks.any(not torch.allclose(one, other, rtol=1e-4, atol=1e-9))
+        return self.ranks.any(not torch.allclose(one, other, rtol=1e-4, atol=1e-9))
 
     def take_entropy_mask(self, batch: PreparedBatch) -> None:
         """Find which tokens have a high entropy among those of all ranks, whose rows have all run."""
         trainer = self._trainer
-        if self._ranks.size == 1 or not hasattr(trainer, "get_high_entropy_mask"):
+        if self.ranks.size == 1 or not hasattr(trainer, "get_high_entropy_mask"):
             return
         find = trainer.get_high_entropy_mask
 
@@ -435,8 +440,8 @@ class GeneratedRun:
         if getattr(trainer, "environment_factories", None) is not None:
             log.info("nothing is probed, as environments make the prompts; what runs out of memory runs again in parts")
             return
-        prompts, *_ = trainer._tokenize_prompts([each["prompt"] for each in inputs])
-        longest = int(self._ranks.largest(max(map(len, prompts))))
+        prompts, *_ = trainer._tokenize_prompts(_long_prompts(trainer.train_dataset, inputs))
+        longest = int(self.ranks.largest(max(map(len, prompts))))
         length = longest + trainer.max_completion_length
         log.info("probing forward passes, of prompts of %d tokens and %d generated", longest, length - longest)
         self.probe = probe = self._find(longest, trainer.max_completion_length)
@@ -458,7 +463,7 @@ class GeneratedRun:
                     raise
                 raise DoesNotFitError.even_of_few(_LESS_MEMORY) from error
         why = next(filter(None, whys), None)
-        self.rows.packed = self._ranks.all(why is None)
+        self.rows.packed = self.ranks.all(why is None)
         if self.rows.packed:
             log.info("completions are packed without padding, and attention stays within each")
         else:
@@ -500,7 +505,7 @@ class GeneratedRun:
         step = TrainingStep(model, [trainer.optimizer.optimizer], make_batch, run, state=State([model]))
         with uncounted(trainer), replaced(trainer.accelerator, scaler=None):
             return find_largest(
-                step, self.settings, memory_meter(device), request, ranks=self._ranks, times=ForwardTimes(),
+                step, self.settings, memory_meter(device), request, ranks=self.ranks, times=ForwardTimes(),
                 remedy=f"set {_LESS_MEMORY}", scratch=Path(trainer.args.output_dir),
             )  # fmt: skip
 
@@ -511,7 +516,11 @@ class AdaptiveGeneration:
     adaptive: GeneratedRun | None = None
     """The adaptive run; None if TRL trains by itself."""
 
+    # Set by Trainer
+    args: Any
     model: Any
+    state: Any
+    _get_output_dir: Callable[..., str]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if self.adaptive is not None and self.model.training:
@@ -534,6 +543,17 @@ class AdaptiveGeneration:
         if self.adaptive is None or not self.model.training:
             return cast("torch.Tensor", super().compute_loss(model, inputs, *args, **kwargs))  # type: ignore[misc]
         return self.adaptive.step(model, inputs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if self.adaptive is not None and not self.args.save_only_model:
+            checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            save_completions(self, checkpoint, self.adaptive.ranks)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if self.adaptive is not None and checkpoint is not None:
+            load_completions(self, Path(checkpoint), self.adaptive.ranks)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.adaptive is not None and "loss" in logs:
@@ -611,6 +631,15 @@ def uncounted(trainer: Any) -> Iterator[None]:
 def returning(value: Any) -> Callable[..., Any]:
     """Return a function that returns ``value``, whatever it is called with."""
     return lambda *args, **kwargs: value
+
+
+def _long_prompts(data: Any, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return those prompts of the data that have the most characters; of a stream, of the first batch alone."""
+    prompts: Iterable[Any] = (each["prompt"] for each in inputs)
+    if hasattr(data, "__len__"):  # else it is an IterableDataset; TRL takes nothing but these two
+        batches = data.select_columns("prompt").iter(_READ_AT_ONCE)
+        prompts = itertools.chain(prompts, *(batch["prompt"] for batch in batches))
+    return heapq.nlargest(_TOKENIZED, prompts, key=lambda prompt: len(str(prompt)))
 
 
 def _joined(groups: Sequence[Sequence[Any]]) -> Sequence[Any]:

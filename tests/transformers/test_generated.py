@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from adaptive_batching import ConfigError, DoesNotFitError
@@ -128,6 +130,49 @@ def test_packed_completions_begin_in_rows_that_are_enough_and_not_in_all_that_fi
     assert difference(weights(trained(tmp_path, None, "dapo", **of_64)), weights(trainer)) < 1e-5
 
 
+def test_what_is_probed_is_the_longest_prompt_of_all_and_not_of_the_first_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    trainer = made(tmp_path, AUTO, "dapo", max_steps=1, num_iterations=1)
+    longest = [{"prompt": " ".join(["w5"] * (41 if row == 70 else 4))} for row in range(100)]
+    trainer.train_dataset = Dataset.from_list(longest)
+    trainer.train()
+    assert max(batch["prompt_ids"].shape[1] for batch in trainer._buffered_inputs) < 41
+    assert "of prompts of 41 tokens and 24 generated" in caplog.text
+
+
+class Vllm:
+    """Stands in for vLLM, which needs a GPU: it draws completions, with log-probabilities of its own."""
+
+    def __init__(self, *, max_completion_length: int, **_: Any) -> None:
+        self.most, self.draws = max_completion_length, random.Random(0)
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, Any, Any, Any]:
+        lengths = [self.draws.randint(3, self.most) for _ in prompts]
+        drawn = [[self.draws.randrange(2, 60) for _ in range(length)] for length in lengths]
+        return prompts, drawn, [[[self.draws.uniform(-5, -3)] for _ in tokens] for tokens in drawn], None
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_completions_of_vllm_are_learned_from_with_trls_correction(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Vllm)
+    of_vllm = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "loss_type": "dapo"}
+    stock = make(tmp_path / "stock", None, **of_vllm)
+    stock.train()
+    trainer = make(tmp_path / "ours", AUTO, **of_vllm)
+    ran = fails_in_backward(trainer, [1])
+    trainer.train()
+    assert len(ran) > 1 and trainer.adaptive.num_recoveries == 1
+    assert any(key.startswith("sampling/importance_sampling_ratio") for key in trainer.seen_logs[0])
+    assert_as(stock, trainer)
+
+
 def fails_in_backward(trainer: Any, at: list[int]) -> list[int]:
     """Run out of memory in a backward, where all but the embedding has its gradient; once there are completions."""
     ran: list[int] = []
@@ -235,17 +280,38 @@ def test_a_callback_makes_a_trainer_adaptive_before_trl_has_made_all_of_it(stock
     assert_as(stock("dapo"), trainer)
 
 
-def test_a_run_that_is_resumed_between_generations_goes_on_as_trl_does(tmp_path: Path) -> None:
-    """TRL generates again when it resumes, and so do we, with the same random numbers."""
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4, "max_steps": 3}
+
+
+@pytest.mark.parametrize("name", ["dapo", "rloo"])
+def test_a_run_that_is_resumed_between_generations_goes_on_as_if_it_had_not_been_cut_off(
+    name: str, tmp_path: Path
+) -> None:
+    """TRL alone would generate again, and ask for rewards again."""
+    whole = trained(tmp_path, AUTO, name, num_iterations=1, **SAVING)
+    checkpoints = [tmp_path / "out" / f"checkpoint-{step}" for step in (1, 2, 3)]
+    kept = [bool([*each.glob("adaptive_batching_completions_*")]) for each in checkpoints]
+    assert kept == [True, False, True], "nothing is left over after the second step"
+    resumed = made(tmp_path / "resumed", AUTO, name, num_iterations=1, **SAVING)
+    resumed.train(resume_from_checkpoint=str(checkpoints[0]))
+    assert difference(weights(whole), weights(resumed)) < 1e-6
+    off = logs_off(whole.seen_logs[1:], resumed.seen_logs)
+    assert all(error < 2e-3 if key == "loss" else error < 1e-4 for key, error in off.items()), off
+    assert (whole.rewards.calls, resumed.rewards.calls) == (2, 1)
+
+
+def test_completions_of_a_run_with_other_batches_are_generated_anew_as_trl_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ended = []
     for name, ours in {"stock": None, "ours": AUTO}.items():
-        saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4, "num_iterations": 1}
-        trained(tmp_path / name, ours, "dapo", max_steps=3, **saving)
-        trainer = made(tmp_path / name, ours, "dapo", max_steps=3, **saving)
+        trained(tmp_path / name, ours, "dapo", **SAVING | {"max_steps": 1})
+        trainer = made(tmp_path / name, ours, "dapo", num_iterations=1, **SAVING)
         trainer.train(resume_from_checkpoint=str(tmp_path / name / "out" / "checkpoint-1"))
         assert trainer.state.global_step == 3
         ended.append(trainer)
     assert_as(*ended)
+    assert "checkpoint-1 are of a run with other batches or devices; new ones are generated" in caplog.text
 
 
 def test_where_it_is_only_if_possible_what_does_not_fit_before_training_trains_as_trl_does(

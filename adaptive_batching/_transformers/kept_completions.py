@@ -1,0 +1,55 @@
+"""Completions in checkpoints: a run that is resumed goes on with what was generated, as if it had not been cut off.
+
+TRL generates for several batches at once, and learns from a batch several times. A checkpoint of TRL's may lie in
+between, but holds no completions: resumed from it, TRL generates again and asks for rewards again, so that the run
+differs from one that was not cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptive_batching._ranks.agree import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def save_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
+    """Add this rank's completions to a checkpoint, if there are some that are still to be learned from."""
+    together, times = _generated(trainer)
+    if trainer._step % (together * times) and trainer._buffered_inputs is not None:
+        kept = {"of": _conditions(trainer, ranks), "step": trainer._step, "inputs": trainer._buffered_inputs}
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        torch.save(kept, _file(checkpoint, ranks))
+
+
+def load_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
+    """Have a trainer go on with the completions of a checkpoint, if all ranks have theirs."""
+    file = _file(checkpoint, ranks)
+    kept = torch.load(file, map_location=trainer.args.device, weights_only=True) if file.is_file() else None
+    is_usable = kept is not None and kept["of"] == _conditions(trainer, ranks)
+    if ranks.all(is_usable):
+        assert kept is not None
+        trainer._step, trainer._buffered_inputs = kept["step"], kept["inputs"]
+    elif ranks.any(kept is not None):
+        log.warning(
+            "the completions of %s are of a run with other batches or devices; new ones are generated", checkpoint
+        )
+
+
+def _generated(trainer: Any) -> tuple[int, int]:
+    """Return for how many batches completions are generated together, and how often each batch is learned from."""
+    together = getattr(trainer.args, "steps_per_generation", None) or trainer.args.gradient_accumulation_steps
+    return together, getattr(trainer, "num_iterations", 1)
+
+
+def _conditions(trainer: Any, ranks: Ranks) -> list[int]:
+    return [ranks.size, trainer.args.per_device_train_batch_size, *_generated(trainer)]
+
+
+def _file(checkpoint: Path, ranks: Ranks) -> Path:
+    return checkpoint / f"adaptive_batching_completions_{ranks.rank}.pt"
