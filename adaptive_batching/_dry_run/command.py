@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._dry_run.answer import VERSION, DryRun, as_object, in_words
+from adaptive_batching._dry_run.answer import VERSION, DryRun, as_object
+from adaptive_batching._dry_run.answer_in_words import in_words
 from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
 from adaptive_batching._dry_run.cards import Gpu, find_gpus, gpu_memory, read_card
 from adaptive_batching._dry_run.compared import Column, compare

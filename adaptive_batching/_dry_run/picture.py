@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._dry_run.answer import DryRun, in_words
+from adaptive_batching._dry_run.answer import DryRun
+from adaptive_batching._dry_run.answer_in_words import in_words
 from adaptive_batching._dry_run.compared import Column, compare
 from adaptive_batching._dry_run.history import CATEGORIES
 from adaptive_batching._dry_run.time.forecast import Forecast, in_seconds

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
+from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, read_dry_run
+from adaptive_batching._dry_run.answer_in_words import in_words
 from adaptive_batching._dry_run.cards import find_gpus
 from adaptive_batching._dry_run.compared import Column
 from adaptive_batching._dry_run.device.control import Counters

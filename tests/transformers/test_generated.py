@@ -162,7 +162,7 @@ def test_completions_of_vllm_are_learned_from_with_trls_correction(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Vllm)
-    of_vllm = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "loss_type": "dapo"}
+    of_vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "loss_type": "dapo"}
     stock = make(tmp_path / "stock", None, **of_vllm)
     stock.train()
     trainer = make(tmp_path / "ours", AUTO, **of_vllm)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._dry_run.answer import DryRun, peak_in_words
+from adaptive_batching._dry_run.answer import DryRun
+from adaptive_batching._dry_run.answer_in_words import peak_in_words
 from adaptive_batching._dry_run.on_cards import Launch
 from adaptive_batching._dry_run.time.forecast import RunLength
 from adaptive_batching._dry_run.time.seconds import UNCORRECTED
