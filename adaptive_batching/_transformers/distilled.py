@@ -6,6 +6,7 @@ each row meets the hidden states of both models, which TRL computes by one metho
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ class DistilledRun(GeneratedRun):
     def forward_backward(self, part: RowsPart) -> Sums:
         """Run rows of a prepared batch, and leave their share of its gradient; return their share of its sums."""
         batch: PreparedBatch = part.samples[0].batch
-        with self.timer.around(part):
+        with self.timer.around(part) if torch.is_grad_enabled() else contextlib.nullcontext():
             return self._run(batch, [row.index for row in part.samples])
 
     def try_rows(self, batch: PreparedBatch, rows: Sequence[int]) -> None:
@@ -124,6 +125,17 @@ class DistilledRun(GeneratedRun):
         sums = tuple(torch.stack(each).sum() for each in zip(*results, strict=True))
         with replaced(self._trainer, _compute_loss=returning(sums), _forward_redirection=_call):
             return self._stock_loss(batch.inputs)
+
+    def evaluated(self, model: nn.Module, inputs: Any, stock: Any) -> torch.Tensor:
+        """Return the loss of a batch that is evaluated: the mean over its tokens, by which its parts are weighed."""
+        self._call(model)
+        self._runner.begin()
+        self._runner.add(PreparedBatch(inputs))
+        losses, entropies, numbers = map(torch.stack, zip(*(sums for _, sums in self._runner.keep()), strict=True))
+        loss = (losses * numbers).sum() / numbers.sum().clamp(min=1)
+        mean = returning((loss, entropies.sum(), numbers.sum()))
+        with replaced(self._trainer, _compute_loss=mean, _forward_redirection=_call):
+            return self._stock_loss(inputs)
 
     def _stock_loss(self, inputs: Any) -> torch.Tensor:
         """Return TRL's loss, below what is mixed in here."""

@@ -240,7 +240,8 @@ class GeneratedRun:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all that have gradients."""
-        return parameters_of(self._trainer.model, [self._trainer.optimizer])
+        optimizer = self._trainer.optimizer
+        return parameters_of(self._trainer.model, [] if optimizer is None else [optimizer])
 
     # A step
 
@@ -371,6 +372,10 @@ class GeneratedRun:
         for part, (numbers, rest) in runner.end():
             batch.note([row.index for row in part.samples], numbers, rest)
         return batch.found
+
+    def evaluated(self, model: nn.Module, inputs: Mapping[str, Any], stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a batch that is evaluated: TRL's own, whose numbers come from :meth:`numbers`."""
+        return stock()
 
     def generate(self, generate: Callable[..., Any], prompts: Sequence[Any], *more: Any, **others: Any) -> Any:
         """Return completions of ``prompts``; if memory runs out, from fewer at once, with the same random state.
@@ -540,9 +545,10 @@ class AdaptiveGeneration:
         return self.adaptive.generate(stock, prompts, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.adaptive is None or not self.model.training:
-            return cast("torch.Tensor", super().compute_loss(model, inputs, *args, **kwargs))  # type: ignore[misc]
-        return self.adaptive.step(model, inputs)
+        if self.adaptive is not None and self.model.training:
+            return self.adaptive.step(model, inputs)
+        stock = partial(super().compute_loss, model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return cast("torch.Tensor", stock() if self.adaptive is None else self.adaptive.evaluated(model, inputs, stock))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]

@@ -103,6 +103,21 @@ def test_memory_that_runs_out_while_generating_takes_fewer_prompts_and_loses_non
     assert sum(len(batch["completion_ids"]) for batch in trainer._buffered_inputs) == 2 * BATCH
 
 
+def test_an_evaluation_that_runs_out_of_memory_has_the_loss_of_trl(tmp_path: Path) -> None:
+    logs = []
+    for name, ours in {"stock": None, "ours": {"recover_from_oom": True}}.items():
+        trainer = make_distilling(tmp_path / name, ours, per_device_eval_batch_size=BATCH)
+        torch.manual_seed(5)
+        if ours is None:
+            logs.append(trainer.evaluate(trainer.train_dataset.select(range(12))))
+            continue
+        with failing(trainer.adaptive.rows, "_method", [1, 5]) as failed:
+            logs.append(trainer.evaluate(trainer.train_dataset.select(range(12))))
+        assert failed == [1, 5] and trainer.adaptive.num_recoveries == 2
+    assert {"eval_loss", "eval_entropy"} <= logs[0].keys()
+    assert max(logs_off(*([each] for each in logs)).values()) < 1e-4
+
+
 def test_what_does_not_fit_at_all_says_what_to_set(tmp_path: Path) -> None:
     trainer = make_distilling(tmp_path, {"recover_from_oom": True})
     with (
