@@ -16,6 +16,9 @@ import sys
 from importlib.metadata import metadata, version
 from pathlib import Path
 
+NEWER = {"two_ranks": ("torch", (2, 13)), "grpo": ("trl", (1, 16))}
+"""Examples that need a newer version of a package than others do, as they say themselves."""
+
 
 def main() -> None:
     """Run each block of Python that is a whole program, or a whole function, and each example."""
@@ -41,8 +44,9 @@ def run_example(path: Path) -> None:
     imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     needed = {str(node.module).split(".")[0] for node in imported}
     missing = sorted(name for name in needed if importlib.util.find_spec(name) is None)
-    if path.stem == "two_ranks" and tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
-        missing.append("torch 2.13")  # FSDP2 on a CPU, and recovery under it
+    package, least = NEWER.get(path.stem, ("torch", (0, 0)))
+    if not missing and tuple(map(int, version(package).split(".")[:2])) < least:
+        missing.append(f"{package} {'.'.join(map(str, least))}")
     if missing:
         print(f"--- {path.name}: left out, without {', '.join(missing)} ---", flush=True)
         return
