@@ -46,7 +46,7 @@ SUITES = {
         "trainer", "trainer_accelerator", "trainer_callback", "trainer_checkpointing", "trainer_data",
         "trainer_evaluation", "trainer_hyperparameter", "trainer_optimizers", "trainer_seq2seq",
     )],
-    "trl": [f"tests/test_{name}_trainer.py" for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")]
+    "trl": [f"tests/test_{name}_trainer.py" for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo", "distillation")]
     + [f"tests/experimental/test_{name}_trainer.py" for name in (
         "a2po", "async_grpo", "bco", "cpo", "distillation", "gkd", "gmpo", "gold", "grpo_with_replay_buffer",
         "gspo_token", "iw_opd", "minillm", "nash_md", "online_dpo", "orpo", "ppo", "prm", "sdft", "sdpo",
