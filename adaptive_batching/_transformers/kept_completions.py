@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from adaptive_batching._ranks.agree import Ranks
 
@@ -30,11 +31,11 @@ def save_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
 def load_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
     """Have a trainer go on with the completions of a checkpoint, if all ranks have theirs."""
     file = _file(checkpoint, ranks)
-    kept = torch.load(file, map_location=trainer.args.device, weights_only=True) if file.is_file() else None
+    kept = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
     is_usable = kept is not None and kept["of"] == _conditions(trainer, ranks)
     if ranks.all(is_usable):
         assert kept is not None
-        trainer._step, trainer._buffered_inputs = kept["step"], kept["inputs"]
+        trainer._step, trainer._buffered_inputs = kept["step"], send_to_device(kept["inputs"], trainer.args.device)
     elif ranks.any(kept is not None):
         log.warning(
             "the completions of %s are of a run with other batches or devices; new ones are generated", checkpoint

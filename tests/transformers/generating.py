@@ -227,3 +227,18 @@ def failing(owner: Any, name: str, at: Sequence[int]) -> Iterator[list[int]]:
             setattr(owner, name, method)
         else:
             delattr(owner, name)
+
+
+def fails_in_backward(trainer: Any, at: list[int]) -> list[int]:
+    """Run out of memory in a backward, where all but the embedding has its gradient; once there are completions."""
+    ran: list[int] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        if trainer._buffered_inputs is None:  # in the probe
+            return
+        ran.append(len(ran))
+        if ran[-1] in at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    trainer.model.get_input_embeddings().weight.register_hook(hook)
+    return ran

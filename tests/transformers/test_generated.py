@@ -17,7 +17,17 @@ from adaptive_batching._transformers.generated_rows import METHOD
 from adaptive_batching._transformers.handed_out import replaced
 from adaptive_batching.transformers import AdaptiveCallback, adaptive, adopt
 from tests.transformers import generating
-from tests.transformers.generating import BATCH, difference, failing, logs_off, make, make_model, trained_once, weights
+from tests.transformers.generating import (
+    BATCH,
+    difference,
+    failing,
+    fails_in_backward,
+    logs_off,
+    make,
+    make_model,
+    trained_once,
+    weights,
+)
 
 RLOO = {"kind": RLOOTrainer, "config": RLOOConfig}
 AUTO, THREE = "auto", {"micro_batch_size": 3}
@@ -171,21 +181,6 @@ def test_completions_of_vllm_are_learned_from_with_trls_correction(
     assert len(ran) > 1 and trainer.adaptive.num_recoveries == 1
     assert any(key.startswith("sampling/importance_sampling_ratio") for key in trainer.seen_logs[0])
     assert_as(stock, trainer)
-
-
-def fails_in_backward(trainer: Any, at: list[int]) -> list[int]:
-    """Run out of memory in a backward, where all but the embedding has its gradient; once there are completions."""
-    ran: list[int] = []
-
-    def hook(gradient: torch.Tensor) -> None:
-        if trainer._buffered_inputs is None:  # in the probe
-            return
-        ran.append(len(ran))
-        if ran[-1] in at:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-
-    trainer.model.get_input_embeddings().weight.register_hook(hook)
-    return ran
 
 
 @pytest.mark.parametrize("name", ["dapo", "quantile", "adaptive entropy", "generations", "rloo"])
