@@ -15,9 +15,9 @@ from dataclasses import dataclass
 Split = list[list[int]]  # parts, of indices into the samples; together they hold every index once
 
 # Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
-# which the device could compute some hundreds of tokens more. What is best depends on model and device: of 64 samples
-# with 190 tokens on average, padded, 2,048 would save a quarter of a step with half a billion parameters on an H100, but
-# cost 4 % with 3 billion, 5 % with 8 billion, and 1 % on an RTX 4090 (by dry runs).
+# which the device could compute some hundreds of tokens more. What is best depends on model and device. For 64 samples
+# of some 180 tokens, padded, 2,048 would save a quarter of a step with half a billion parameters on an H100, but cost
+# 4 % with 3 billion, 5 % with 8 billion, and 1 % on an RTX 4090 (by dry runs).
 FORWARD_COST = 512
 _IN_LAST_PLACE = 16  # samples at the most
 
