@@ -46,7 +46,8 @@ PURE = {
     for room, names in {
         "": "config padding patches values",
         "memory/": "host_limits shortage",
-        "dry_run/": "answer answer_in_words calibration cards compared ends history largest picture process_work times verdict",
+        "dry_run/": "answer answer_in_words calibration cards compared ends history largest picture process_work times"
+        " verdict",
         "dry_run/device/": "__init__ control",
         "dry_run/time/": "forecast seconds step_work",
         "growth/": "batch_size_schedule controller increase learning_rate_scale schedules",
