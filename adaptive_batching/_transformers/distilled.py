@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from adaptive_batching._transformers.generated import GeneratedRun, RowsPart, by_itself, returning, uncounted
+from adaptive_batching._transformers.generated import GeneratedRun, LossWork, RowsPart, by_itself, returning, uncounted
 from adaptive_batching._transformers.generated_rows import Numbers, PreparedBatch, Rows, method_of_trl, owner_of_method
 from adaptive_batching._transformers.handed_out import replaced
 
@@ -69,7 +69,7 @@ class HiddenRows(Rows):
 class DistilledRun(GeneratedRun):
     """The adaptive part of a run of ``DistillationTrainer``."""
 
-    rows_of = HiddenRows
+    rows_of, without_gradient = HiddenRows, LossWork
 
     @property
     def models(self) -> list[nn.Module]:
@@ -129,9 +129,11 @@ class DistilledRun(GeneratedRun):
     def evaluated(self, model: nn.Module, inputs: Any, stock: Any) -> torch.Tensor:
         """Return the loss of a batch that is evaluated: the mean over its tokens, by which its parts are weighed."""
         self._call(model)
-        self._runner.begin()
-        self._runner.add(PreparedBatch(inputs))
-        losses, entropies, numbers = map(torch.stack, zip(*(sums for _, sums in self._runner.keep()), strict=True))
+        self._of_numbers.limit.bound = self._work.limit.max_tokens
+        runner = self._runner_of_numbers
+        runner.begin()
+        runner.add(PreparedBatch(inputs))
+        losses, entropies, numbers = map(torch.stack, zip(*(sums for _, sums in runner.end()), strict=True))
         loss = (losses * numbers).sum() / numbers.sum().clamp(min=1)
         mean = returning((loss, entropies.sum(), numbers.sum()))
         with replaced(self._trainer, _compute_loss=mean, _forward_redirection=_call):

@@ -172,6 +172,7 @@ class GeneratedRun:
     """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
 
     rows_of: Callable[[Any], Rows] = Rows
+    without_gradient: type[RowsWork] = NumbersWork
 
     def __init__(
         self,
@@ -200,7 +201,10 @@ class GeneratedRun:
             trainer.args.device, lambda part, seconds: self.row_size.observe(part.tokens, seconds)
         )
         """Of parts that are learned from."""
-        self._work, self._of_numbers = (kind(self, trainer.args.device) for kind in (LossWork, NumbersWork))
+        self._work, self._of_numbers = (
+            LossWork(self, trainer.args.device),
+            self.without_gradient(self, trainer.args.device),
+        )
         self._parallel = DataParallel(self.ranks, self.parameters)
         recovers = settings.recover_from_oom is not False
         self._runner = StepRunner(self._work, self._parallel, recovers=recovers)
