@@ -648,7 +648,7 @@ def _long_prompts(data: Any, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
     prompts: Iterable[Any] = (each["prompt"] for each in inputs)
     if hasattr(data, "__len__"):  # else it is an IterableDataset; TRL takes nothing but these two
         batches = data.select_columns("prompt").iter(_READ_AT_ONCE)
-        prompts = itertools.chain(prompts, *(batch["prompt"] for batch in batches))
+        prompts = itertools.chain(prompts, (prompt for batch in batches for prompt in batch["prompt"]))
     return heapq.nlargest(_TOKENIZED, prompts, key=lambda prompt: len(str(prompt)))
 
 
