@@ -69,11 +69,11 @@ def test_the_global_batch_stays_where_it_is_to_be_kept(tune_run: TuneRun) -> Non
 def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards stay within what was found to fit, the gradients are those of the whole batch."""
     model = "model._component_=tests.integration.faults.counting_model"
-    few = [*SGD, model, "dataset.split=train[:130]", "tokenizer.max_seq_len=256", "epochs=2", "batch_size=64"]
+    few = [*SGD, model, "dataset.split=train[:130]", "tokenizer.max_seq_len=128", "epochs=2", "batch_size=64"]
     whole = tune_run("full", *few, *DOUBLE, "adaptive_batching.max_batch_size=128", name="whole")
     meter = CpuMeter()
     meter.release()
-    limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}"
+    limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 200 * 2**20}"
     beyond = [limit, "adaptive_batching.max_batch_size=128", "adaptive_batching.grow_beyond_memory=True"]
     run = TrainingLoop.run
 

@@ -32,42 +32,53 @@ PACKED = [
 ]  # fmt: skip
 RUNS = {
     "full": [*PROBE, "tokenizer.max_seq_len=128"],
-    "lora, packed": [
-        *PROBE,
-        "tokenizer.max_seq_len=256",
-        "dataset.packed=True",
-        "enable_activation_checkpointing=True",
-    ],
     "free": [*TRAIN, "extra_mib=0"],
     "limited": [*TRAIN, "extra_mib=110"],
+}
+SLOW = {
+    "lora, packed": [
+        *PROBE, "tokenizer.max_seq_len=256", "dataset.packed=True", "enable_activation_checkpointing=True"
+    ],
     "packs, free": [*PACKED, "extra_mib=0"],
     "packs, limited": [*PACKED, "extra_mib=20"],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all runs, and of what they have printed."""
-    folder = tmp_path_factory.mktemp("limited")
+    """A folder of the runs that are no slow ones, and of what they have printed."""
+    return ran(RUNS, inputs, tmp_path_factory.mktemp("limited"))
+
+
+@pytest.fixture(scope="module")
+def slow_folder(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ran(SLOW, inputs, tmp_path_factory.mktemp("limited_slow"))
+
+
+def ran(runs: dict[str, list[str]], inputs: Path, folder: Path) -> Path:
     pairs = [pair for pair in json.loads((inputs / "train.json").read_text()) if len(pair["output"]) < 150][:96]
     pairs[40] = {**pairs[40], "output": " ".join(pair["output"] for pair in pairs)}  # split to 500 tokens
     (folder / "train.json").write_text(json.dumps(pairs))
-    runs = {}
-    for name, overrides in RUNS.items():
+    arguments = {}
+    for name, overrides in runs.items():
         config = f"{QUICKSTART}/{'lora' if 'lora' in name else 'full'}_single_device.yaml"
         data = [f"dataset.data_files={folder}/train.json"] if "dataset.split=train" in overrides else []
         common = [*WIDE, "adaptive_batching.memory_limit=null", *data]
-        runs[name] = ["--config", config, *small_run(inputs, folder / name, *common, *overrides)]
+        arguments[name] = ["--config", config, *small_run(inputs, folder / name, *common, *overrides)]
     subprocess.run(
-        [sys.executable, "-m", "tests.integration.limited_recipe", folder, json.dumps(runs)], cwd=ROOT,
+        [sys.executable, "-m", "tests.integration.limited_recipe", folder, json.dumps(arguments)], cwd=ROOT,
         env={**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT)}, timeout=600, check=True,
     )  # fmt: skip
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name, overrides in RUNS.items() if "only_probes=True" in overrides])
-def test_the_answer_trains_and_a_larger_size_runs_out_of_memory(name: str, folder: Path) -> None:
-    printed = (folder / f"{name}.txt").read_text()
+@pytest.mark.parametrize(
+    ("name", "of"), [("full", "folder"), pytest.param("lora, packed", "slow_folder", marks=pytest.mark.slow)]
+)
+def test_the_answer_trains_and_a_larger_size_runs_out_of_memory(
+    name: str, of: str, request: pytest.FixtureRequest
+) -> None:
+    printed = (request.getfixturevalue(of) / f"{name}.txt").read_text()
     found = re.search("^OUTCOME (.*)$", printed, flags=re.MULTILINE)
     assert found, printed[-4000:]
     outcome = json.loads(found[1])
@@ -99,9 +110,11 @@ def test_a_long_sample_does_not_end_the_run_and_every_sample_counts_once(folder:
         torch.testing.assert_close(limited.weights(0)[key], weights, rtol=1e-3, atol=1e-5)
 
 
-def test_packs_of_one_length_of_which_few_fit_train_as_without_a_limit(folder: Path) -> None:
-    free, limited = Run(folder / "packs, free"), Run(folder / "packs, limited")
-    printed = (folder / "packs, limited.txt").read_text()
+@pytest.mark.slow
+def test_packs_of_one_length_of_which_few_fit_train_as_without_a_limit(slow_folder: Path) -> None:
+    """As in plain loops and Trainer, in ``loop/test_real_memory.py``."""
+    free, limited = Run(slow_folder / "packs, free"), Run(slow_folder / "packs, limited")
+    printed = (slow_folder / "packs, limited.txt").read_text()
     assert "out of memory with 8 samples" in printed and "out of memory with 4 samples" in printed, printed[-4000:]
     assert [each["loss"] for each in limited.metrics] == pytest.approx(
         [each["loss"] for each in free.metrics], rel=1e-5

@@ -336,9 +336,9 @@ def limit_memory(extra_mib: int) -> None:
 
 def runs_within_memory(run: Runner) -> None:
     """Runs under a real limit on one rank."""
-    limit_memory(300)
+    limit_memory(240)
     run("full", "unequal_memory", *FEW, *PROBE, "max_steps_per_epoch=1", "adaptive_batching.memory_limit=4GiB")
-    one = [*SGD, *FEW, "max_steps_per_epoch=2", "batch_size=128", "adaptive_batching.memory_limit=8GiB", *RECOVER]
+    one = [*SGD, *FEW, "max_steps_per_epoch=1", "batch_size=96", "adaptive_batching.memory_limit=8GiB", *RECOVER]
     run("full", "real_limit", *one)
     resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
     run("full", "real_no_limit", *one)
