@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._values import first_line
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,14 @@ def save_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
     if trainer._step % (together * times) and trainer._buffered_inputs is not None:
         kept = {"of": _conditions(trainer, ranks), "step": trainer._step, "inputs": trainer._buffered_inputs}
         checkpoint.mkdir(parents=True, exist_ok=True)
-        torch.save(kept, _file(checkpoint, ranks))
+        unfinished = _file(checkpoint, ranks).with_suffix(".part")
+        torch.save(kept, unfinished)
+        unfinished.replace(_file(checkpoint, ranks))
 
 
 def load_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
     """Have a trainer go on with the completions of a checkpoint, if all ranks have theirs."""
-    file = _file(checkpoint, ranks)
-    kept = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
+    kept = _read(_file(checkpoint, ranks))
     is_usable = kept is not None and kept["of"] == _conditions(trainer, ranks)
     if ranks.all(is_usable):
         assert kept is not None
@@ -42,6 +44,15 @@ def load_completions(trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
         )
 
 
+def _read(file: Path) -> Any:
+    """Return what a file holds; None if there is none, or it cannot be read, which is no reason not to go on."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
+    except Exception as error:
+        log.warning("%s cannot be read (%s); new completions are generated", file, first_line(error))
+        return None
+
+
 def _generated(trainer: Any) -> tuple[int, int]:
     """Return for how many batches completions are generated together, and how often each batch is learned from."""
     together = getattr(trainer.args, "steps_per_generation", None) or trainer.args.gradient_accumulation_steps
@@ -49,7 +60,8 @@ def _generated(trainer: Any) -> tuple[int, int]:
 
 
 def _conditions(trainer: Any, ranks: Ranks) -> list[int]:
-    return [ranks.size, trainer.args.per_device_train_batch_size, *_generated(trainer)]
+    args = trainer.args
+    return [ranks.size, args.per_device_train_batch_size, args.gradient_accumulation_steps, *_generated(trainer)]
 
 
 def _file(checkpoint: Path, ranks: Ranks) -> Path:

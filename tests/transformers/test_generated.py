@@ -295,18 +295,29 @@ def test_a_run_that_is_resumed_between_generations_goes_on_as_if_it_had_not_been
     assert (whole.rewards.calls, resumed.rewards.calls) == (2, 1)
 
 
-def test_completions_of_a_run_with_other_batches_are_generated_anew_as_trl_does(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ({"num_iterations": 2}, "checkpoint-1 are of a run with other batches or devices; new ones are generated"),
+        ({}, "adaptive_batching_completions_0.pt cannot be read"),
+    ],
+    ids=["of other batches", "damaged"],
+)
+def test_completions_that_are_of_no_use_are_generated_anew_as_trl_does(
+    before: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = []
     for name, ours in {"stock": None, "ours": AUTO}.items():
-        trained(tmp_path / name, ours, "dapo", **SAVING | {"max_steps": 1})
+        trained(tmp_path / name, ours, "dapo", **{"num_iterations": 1, **SAVING, "max_steps": 1, **before})
+        checkpoint = tmp_path / name / "out" / "checkpoint-1"
+        if ours is not None and not before:
+            (checkpoint / "adaptive_batching_completions_0.pt").write_bytes(b"PK cut off")
         trainer = made(tmp_path / name, ours, "dapo", num_iterations=1, **SAVING)
-        trainer.train(resume_from_checkpoint=str(tmp_path / name / "out" / "checkpoint-1"))
+        trainer.train(resume_from_checkpoint=str(checkpoint))
         assert trainer.state.global_step == 3
         ended.append(trainer)
     assert_as(*ended)
-    assert "checkpoint-1 are of a run with other batches or devices; new ones are generated" in caplog.text
+    assert told in caplog.text
 
 
 def test_where_it_is_only_if_possible_what_does_not_fit_before_training_trains_as_trl_does(
