@@ -272,7 +272,7 @@ class TrainingData:
 @contextlib.contextmanager
 def _kept(samplers: Sequence[Any]) -> Iterator[None]:
     """Put back what samplers have for attributes, what is in those that are lists, and generators of random numbers."""
-    spaces = [(vars(sampler), dict(vars(sampler))) for sampler in samplers if sampler is not None]
+    spaces = [(vars(sampler), dict(vars(sampler))) for sampler in samplers if hasattr(sampler, "__dict__")]  # not range
     lists = [(value, [*value]) for _, own in spaces for value in own.values() if isinstance(value, list)]
     try:
         with draws_put_back(*samplers):

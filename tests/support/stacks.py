@@ -6,9 +6,11 @@ framework is installed: `make test-stacks-all` makes one for each.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
 
@@ -83,6 +87,8 @@ def make_inputs(folder: Path) -> None:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
+    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
+    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     get_peft_model(model, adapters).save_pretrained(folder / "adapters")
     config.num_labels = 1
@@ -164,6 +170,17 @@ def swift(folder: Path, out: Path, settings: Any, **more: Any) -> list[str]:
         options["external_plugins"] = ROOT / "adaptive_batching" / "swift.py"
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [str(Path(sys.executable).with_name("swift")), "sft", *given]
+
+
+def example(stack: str) -> dict[str, Any]:
+    """Return what the example of a stack sets, but for its folder, and its model and data, which are from the hub."""
+    if stack == "swift":
+        shown = (ROOT / "examples" / "swift.sh").read_text()
+        given: dict[str, Any] = dict(re.findall(r"--(\w+) ([^\s\\]+)", shown))
+    else:
+        given = OmegaConf.to_container(OmegaConf.load(ROOT / "examples" / f"{stack}.yaml"))  # type: ignore[assignment]
+    own = ("base_model", "datasets", "model_name_or_path", "dataset", "model", "external_plugins", "output_dir")
+    return {name: value for name, value in given.items() if name not in own}
 
 
 STACKS = {"axolotl": axolotl, "llamafactory": llamafactory, "swift": swift}

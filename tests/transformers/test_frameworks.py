@@ -163,6 +163,15 @@ def test_a_framework_trains_by_its_own_command_line_as_without_us(folder: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stack", [pytest.param(stack, marks=installed(stack)) for stack in stacks.STACKS])
+def test_the_example_of_a_framework_trains(folder: Path, stack: str) -> None:
+    settings = None if stack == "axolotl" else "auto"  # axolotl's has them in its file
+    found = stacks.train(stack, folder, f"{stack}-example", settings, **stacks.example(stack))
+    assert len(found.logged) == stacks.STEPS and all("oom_retries" in each for each in found.logged)
+    assert found.padding == 1
+
+
+@pytest.mark.slow
 @installed("axolotl")
 def test_axolotl_says_that_packing_is_not_needed(folder: Path) -> None:
     ran = stacks.command("axolotl", folder, "packed", "auto", sample_packing=True)

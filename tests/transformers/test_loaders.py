@@ -139,6 +139,16 @@ class Method(OfAccelerate):
         return trainers.collate(samples)
 
 
+class Listed(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Draws in an order that is a list, which has no attributes."""
+
+    def get_train_dataloader(self) -> Any:
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(2)).tolist()
+        return DataLoader(
+            self.train_dataset, batch_size=self.args.train_batch_size, sampler=order, collate_fn=self.data_collator
+        )
+
+
 class Told(transformers.Trainer):  # type: ignore[misc, name-defined]
     """Looks at its loader, as many do, and hands on that of Trainer."""
 
@@ -150,12 +160,15 @@ class Told(transformers.Trainer):  # type: ignore[misc, name-defined]
 
 @pytest.mark.parametrize(
     ("kind", "ours"),
-    [(Weighted, AUTO), (OfTorch, AUTO), (OfAccelerate, THREE), (Method, THREE), (Told, THREE)],
+    [(Weighted, AUTO), (OfTorch, AUTO), (OfAccelerate, THREE), (Method, THREE), (Listed, AUTO), (Told, THREE)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_loader_or_sampler_of_the_users_own_trains_as_before(kind: Any, ours: Any, tmp_path: Path) -> None:
+    # Of accumulated batches it is asked whether they may run together.
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2} if kind is Listed else {}
+
     def train(ours: AdaptiveArguments | None) -> Any:
-        trainer = make_trainer(tmp_path, ours, kind=kind)
+        trainer = make_trainer(tmp_path, ours, kind=kind, **more)
         transformers.set_seed(3)
         trainer.train()
         return trainer
