@@ -69,7 +69,7 @@ class HiddenRows(Rows):
 class DistilledRun(GeneratedRun):
     """The adaptive part of a run of ``DistillationTrainer``."""
 
-    rows_of, without_gradient = HiddenRows, LossWork
+    rows_of, forward_work = HiddenRows, LossWork
 
     @property
     def models(self) -> list[nn.Module]:
@@ -129,8 +129,8 @@ class DistilledRun(GeneratedRun):
     def evaluated(self, model: nn.Module, inputs: Any, stock: Any) -> torch.Tensor:
         """Return the loss of a batch that is evaluated: the mean over its tokens, by which its parts are weighed."""
         self._call(model)
-        self._of_numbers.limit.bound = self._work.limit.max_tokens
-        runner = self._runner_of_numbers
+        self._forward_work.limit.bound = self._work.limit.max_tokens
+        runner = self._forward_runner
         runner.begin()
         runner.add(PreparedBatch(inputs))
         losses, entropies, numbers = map(torch.stack, zip(*(sums for _, sums in runner.end()), strict=True))

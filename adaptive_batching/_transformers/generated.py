@@ -172,7 +172,7 @@ class GeneratedRun:
     """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
 
     rows_of: Callable[[Any], Rows] = Rows
-    without_gradient: type[RowsWork] = NumbersWork
+    forward_work: type[RowsWork] = NumbersWork
 
     def __init__(
         self,
@@ -201,14 +201,12 @@ class GeneratedRun:
             trainer.args.device, lambda part, seconds: self.row_size.observe(part.tokens, seconds)
         )
         """Of parts that are learned from."""
-        self._work, self._of_numbers = (
-            LossWork(self, trainer.args.device),
-            self.without_gradient(self, trainer.args.device),
-        )
+        self._work = LossWork(self, trainer.args.device)
+        self._forward_work = self.forward_work(self, trainer.args.device)  # what runs without a gradient
         self._parallel = DataParallel(self.ranks, self.parameters)
         recovers = settings.recover_from_oom is not False
         self._runner = StepRunner(self._work, self._parallel, recovers=recovers)
-        self._runner_of_numbers = StepRunner(self._of_numbers, recovers=recovers)
+        self._forward_runner = StepRunner(self._forward_work, recovers=recovers)
         self._prompts_at_once: int | None = None  # that are generated from; None for all
         self._num_generations_again = 0
         self._wrapped: nn.Module | None = None
@@ -226,7 +224,7 @@ class GeneratedRun:
     @property
     def num_recoveries(self) -> int:
         """Number of times that completions have had to run, or to be generated, again."""
-        in_parts = self._work.limit.num_recoveries + self._of_numbers.limit.num_recoveries
+        in_parts = self._work.limit.num_recoveries + self._forward_work.limit.num_recoveries
         return in_parts + self._num_generations_again
 
     @property
@@ -368,7 +366,7 @@ class GeneratedRun:
             "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt],
             "completion_ids": ids[:, prompt:], "completion_mask": mask[:, prompt:],
         })  # fmt: skip
-        limit, runner = self._of_numbers.limit, self._runner_of_numbers
+        limit, runner = self._forward_work.limit, self._forward_runner
         limit.bound = self._work.limit.max_tokens
         rule = SplitRule(at_once, is_even=False) if limit.bound is None else SplitRule(by_length=True)
         runner.begin()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from adaptive_batching._transformers.recording import Recording
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
 from tests.emulated.trainer_on_ranks import FAULTS, IN_PARTS, WARM, Faults, run_all
+from tests.support.environment import let_peft_pass_torchao
 from tests.support.ranks import run_ranks
 from tests.transformers.trainers import make_data, make_llama, make_trainer
 
@@ -81,8 +81,7 @@ def test_a_step_asks_no_more_of_the_device_than_trainers_with_as_many_forwards(c
 def four_bit_lora(folder: Path) -> Any:
     """Return a Llama whose weights are of 4 bits, with LoRA."""
     peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
-    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
-    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    let_peft_pass_torchao()
     make_llama(hidden_size=64, intermediate_size=128).save_pretrained(folder)
     quantized = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16

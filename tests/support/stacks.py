@@ -6,7 +6,6 @@ framework is installed: `make test-stacks-all` makes one for each.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
+from tests.support.environment import let_peft_pass_torchao
 
 STEPS = 3
 _ENVIRONMENT = {
@@ -87,8 +87,7 @@ def make_inputs(folder: Path) -> None:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
-    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
-    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    let_peft_pass_torchao()
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     get_peft_model(model, adapters).save_pretrained(folder / "adapters")
     config.num_labels = 1

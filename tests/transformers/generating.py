@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from transformers import (
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from adaptive_batching.transformers import adaptive
+from tests.support.environment import let_peft_pass_torchao
 
 VOCABULARY, COMPLETION, BATCH = 64, 24, 8
 
@@ -105,8 +105,7 @@ def prompts() -> Dataset:
 
 
 def adapters() -> LoraConfig:
-    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
-    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    let_peft_pass_torchao()
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import random
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from adaptive_batching._probe.sizes import Measurement, ProbeResult
 from adaptive_batching._probe.stored_probe import Conditions, StoredProbe
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from tests.support.environment import let_peft_pass_torchao
 
 VOCABULARY = 96
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=2)
@@ -84,8 +84,7 @@ def make_t5() -> Any:
 def with_lora(model: Any, **settings: Any) -> Any:
     import peft
 
-    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
-    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    let_peft_pass_torchao()
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings))
 
 
