@@ -328,6 +328,15 @@ def draws_put_back(*owners: Any) -> Iterator[None]:
         put_back()
 
 
+def parameters_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters of ``model``, and those that ``optimizers`` have from elsewhere, such as a loss's own."""
+    found = dict.fromkeys(model.parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(dict.fromkeys(group["params"]))
+    return [*found]
+
+
 def owner_of(function: Any) -> Any:
     """Return the object that computes: that of a method, and what a partial function calls."""
     while isinstance(function, functools.partial):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.split import samples_within
@@ -27,10 +29,9 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
     run again.
     """
 
-    what, noun = "them", "row"
-
     def __init__(self, device: torch.device, *, remedy: str) -> None:
-        self.device, self._remedy, self.limit = device, remedy, TokenLimit()
+        self.device, self.limit = device, TokenLimit()
+        self._words = Words(remedy, noun="row", everything="them")
         self._runner = StepRunner(self)
 
     def run(self, lengths: Sequence[int], forward: Callable[[range], Sequence[Result]]) -> list[Result]:
@@ -66,8 +67,8 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
     def length(self, sample: int) -> int:
         return self._lengths[sample]
 
-    def shorter(self, part: Part) -> str:
-        return f"; {self.less_memory()}"
+    def words(self) -> Words:
+        return self._words
 
-    def less_memory(self) -> str:
-        return self._remedy
+    def failed(self, part: Part) -> FailedPart:
+        return replace(super().failed(part), shorten="")  # the remedy says how

@@ -24,8 +24,7 @@ from adaptive_batching._loop.samples import (
     run_forward,
 )
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
-from adaptive_batching._probe.trial import parameters_of
-from adaptive_batching._state import State
+from adaptive_batching._state import State, parameters_of
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.judge import find_batch_norm

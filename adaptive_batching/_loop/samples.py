@@ -8,6 +8,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
@@ -17,6 +18,7 @@ from torch import nn
 
 from adaptive_batching._device import without_waiting
 from adaptive_batching._state import State
+from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.split import padded_tokens
 from adaptive_batching._step.work import P, R, Samples, Work
 from adaptive_batching._values import ConfigError
@@ -63,14 +65,12 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
 
     def tokens(self, samples: Sequence[Sample]) -> int:
         """Return the tokens of samples that run together, with padding; without a length, their number."""
-        if self._length is None:
-            return len(samples)
-        lengths = [max(self.length(sample) or 0, 1) for sample in samples]
+        lengths = self.lengths(samples)
         return padded_tokens(lengths) if self.pads else sum(lengths)
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the tokens of each of ``samples``, as :meth:`tokens` counts them."""
-        return [self.tokens([sample]) for sample in samples]
+        """Return the tokens of each of ``samples``, at least 1; without a length, 1."""
+        return [max(self.length(sample) or 0, 1) for sample in samples]
 
     def length(self, sample: Sample) -> int | None:
         if self._length is None:
@@ -86,13 +86,14 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
     def extent(self, sample: Sample) -> int:
         return _size_of(sample) if self._length is None else super().extent(sample)
 
-    def name_of_longest(self, part: P) -> str:
+    def words(self) -> Words:
+        return Words("checkpoint activations")
+
+    def failed(self, part: P) -> FailedPart:
         longest = max(part.samples, key=lambda sample: self.length(sample) or 0)
         at = next((number for number, sample in enumerate(self.samples) if sample is longest), None)
-        return "" if at is None else f"number {at} of the step's {len(self.samples)} (the first is 0)"
-
-    def less_memory(self) -> str:
-        return "checkpoint activations"
+        name = "" if at is None else f"number {at} of the step's {len(self.samples)} (the first is 0)"
+        return replace(super().failed(part), name=name)
 
 
 def _size_of(value: Any) -> int:

@@ -30,10 +30,9 @@ from adaptive_batching._probe.find import LARGEST_TRIED, find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
-from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import num_collectives
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
-from adaptive_batching._state import State, draws_put_back, rehearsal
+from adaptive_batching._state import State, draws_put_back, parameters_of, rehearsal
 from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.runner import StepRunner

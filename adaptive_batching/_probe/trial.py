@@ -31,7 +31,7 @@ from adaptive_batching._memory.unused_memory import keep_little_on_the_host
 from adaptive_batching._probe.paged_states import make_paged_states, set_to_zero
 from adaptive_batching._probe.probed_step import TrainingStep, has_states, trainable
 from adaptive_batching._probe.sizes import Measurement
-from adaptive_batching._state import Saved, State
+from adaptive_batching._state import Saved, State, parameters_of
 from adaptive_batching._undeclared import reporting
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_size
 
@@ -187,9 +187,9 @@ def unchanged(
 
     States of paged optimizers that are not there yet are made, and set to their first values on exit.
     """
-    stepped = [parameter for parameter in _in_groups(optimizers) if parameter.requires_grad]
+    stepped = list(dict.fromkeys(parameter for optimizer in optimizers for parameter in trainable(optimizer)))
     state = State([model]) if state is None else state
-    parameters = {id(each): each for each in (*parameters_of(model, optimizers), *state.parameters)}.values()
+    parameters = list(dict.fromkeys((*parameters_of(model, optimizers), *state.parameters)))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     paged = make_paged_states(optimizers)
     saved = Saved(state, parameters, optimizers=optimizers, elsewhere=[*stepped, *paged])
@@ -226,16 +226,6 @@ def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         for of_one, before in zip(hooks, saved, strict=True):
             of_one.clear()
             of_one.update(before)
-
-
-def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters of ``model``, and those that ``optimizers`` have from elsewhere, such as a loss's own."""
-    return list({id(p): p for p in (*model.parameters(), *_in_groups(optimizers))}.values())
-
-
-def _in_groups(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return list({id(p): p for p in parameters}.values())
 
 
 @contextlib.contextmanager

@@ -99,7 +99,6 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return failure or ("on another rank" if flag.item() else "")
 
-    @property
     def _group(self) -> dist.ProcessGroup | None:
         if failure := self.connect():
             raise GroupError(failure)
@@ -116,10 +115,10 @@ class Ranks:
         return self.is_first or os.environ.get("GROUP_RANK") == "0"
 
     def largest(self, value: float) -> float:
-        if self._group is None:
+        if self.size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group())
         return tensor.item()
 
     def smallest(self, value: float) -> float:
@@ -132,7 +131,7 @@ class Ranks:
         return not self.any(not value)
 
     def gather(self, value: T) -> list[T]:
-        if self._group is None:
+        if self.size == 1:
             return [value]
         # As torch's all_gather_object does, but in one collective where little is told, and half the time.
         told = pickle.dumps(value)
@@ -147,7 +146,7 @@ class Ranks:
         """Return what each rank gives, with zeros at its end up to ``size``, which is the same on all."""
         sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         received = bytearray(self.size * size)
-        dist.all_gather_into_tensor(torch.frombuffer(received, dtype=torch.uint8), sent, group=self._group)
+        dist.all_gather_into_tensor(torch.frombuffer(received, dtype=torch.uint8), sent, group=self._group())
         return [bytes(received[start : start + size]) for start in range(0, len(received), size)]
 
     def exchange(self, outgoing: Mapping[int, bytes], senders: Sequence[int]) -> list[bytes]:
@@ -157,11 +156,11 @@ class Ranks:
         """
 
         def post(transfer: Callable[..., dist.Work | None], tensor: torch.Tensor, rank: int) -> None:
-            work = transfer(tensor, rank, group=self._group)
+            work = transfer(tensor, rank, group=group)
             assert work is not None
             waiting.append(work)
 
-        waiting = list[dist.Work]()
+        waiting, group = list[dist.Work](), self._group()
         for rank, sent in outgoing.items():
             post(dist.isend, torch.tensor([len(sent)]), rank)
             if sent:
@@ -169,7 +168,7 @@ class Ranks:
         incoming = []
         for rank in senders:
             size = torch.empty(1, dtype=torch.int64)
-            dist.recv(size, rank, group=self._group)
+            dist.recv(size, rank, group=group)
             incoming.append(bytearray(int(size)))  # tensors give their bytes to numpy alone, which is optional
             if size:
                 post(dist.irecv, torch.frombuffer(incoming[-1], dtype=torch.uint8), rank)
@@ -200,7 +199,7 @@ class Ranks:
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank only, and return its result, or raise its error, on every rank."""
-        if self._group is None:
+        if self.size == 1:
             return function()
         answer: tuple[Any, str | None] = None, None
         failure: Exception | None = None

@@ -74,21 +74,19 @@ class Audit:
         assert work.state is not None
         self._work, self._state, self._ranks = work, work.state, ranks
         self._remedy, self._every = remedy, every
-        self._steps = 0
+        self._step = 1  # the one that is looked at
         self._next = self._next_alike = 1  # the second where a step has only samples of one length
 
-    def end_step(self) -> None:
-        self._steps += 1
-
-    def look(self, parts: Sequence[list[Any]], run: RunParts, *, again: bool) -> None:
-        """Compare if it is due; where samples run ``again``, only if none has been compared yet.
+    def look(self, step: int, parts: Sequence[list[Any]], run: RunParts, *, again: bool) -> None:
+        """Compare parts of a step, from 1 on, if it is due; those that run ``again``, only if none has been compared.
 
         On a rank that has but one part, where others have more, a filler runs.
 
         Raises:
             ConfigError: If gradients of parts do not add up to that of their union.
         """
-        is_due, is_due_alike = (at == 1 if again else self._steps + 1 >= at for at in (self._next, self._next_alike))
+        self._step = step
+        is_due, is_due_alike = (at == 1 if again else step >= at for at in (self._next, self._next_alike))
         if not (is_due or is_due_alike) or DRY_RUN in os.environ:  # where all values are zero
             return
         chosen: tuple[list[Any], list[Any]] | None = None
@@ -110,8 +108,8 @@ class Audit:
     def _after(self, due: int) -> int:
         """Return the step to look at after this one, in which one was ``due``."""
         if self._every is not None:
-            return self._steps + 1 + self._every
-        while due <= self._steps + 1:
+            return self._step + self._every
+        while due <= self._step:
             due *= 10
         return due
 
@@ -171,7 +169,7 @@ class Audit:
         if error > rounding:
             raise GradientsDifferError(
                 f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in "
-                f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
+                f"one (in step {self._step}), so that training in parts would go wrong: what computes the loss "
                 "computes over the batch or its padding, has a scale or random numbers of its own, or changes the "
                 f"model for the next part; {self._remedy}",
                 error,

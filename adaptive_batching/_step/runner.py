@@ -17,7 +17,9 @@ from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
+from adaptive_batching._step import failed_part
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.work import P, R, Samples, Work
 
@@ -83,6 +85,7 @@ class StepRunner(Generic[Samples, P, R]):
         self._recovers = recovers
         self._groups: list[Samples] = []  # of the step so far
         self._failures = 0  # how often they have run out of memory
+        self._steps = 0  # that have ended
         self._random_state: RandomState | None = None
         self._unit = ""
         self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_TOLD)
@@ -147,7 +150,7 @@ class StepRunner(Generic[Samples, P, R]):
                 compared, parallel = self._work.compared(parts), self._parallel
                 # All ranks look, or none: shards have as many parts on each, and copies are asked.
                 if len(parts) > 1 or (not parallel.roots and (parallel.ranks.size > 1 or len(compared) > 1)):
-                    self._audit.look(compared, self._run_as_batch, again=again)
+                    self._audit.look(self._steps + 1, compared, self._run_as_batch, again=again)
             outcome = self.run_once(self._work.runs(parts))
             if outcome.failed:
                 return parts, outcome
@@ -246,29 +249,30 @@ class StepRunner(Generic[Samples, P, R]):
         self._shrank = self._retried = False
         self._tokens_retried = 0
         done = self.keep()
-        if self._audit is not None:
-            self._audit.end_step()
+        self._steps += 1
         self._recovered_in_row = self._recovered_in_row + 1 if self._failures else 0
         if self._recovered_in_row == _RECOVERIES_IN_ROW_TO_WARN and not self._warned:
             self._warned = True
-            log.warning(
-                "every step first runs out of memory: training crawls. %s, or %s",
-                _sentence(self._work.smaller_parts()), self._work.less_memory(),
-            )  # fmt: skip
+            log.warning(failed_part.in_every_step(self._work.words()))
         return done
 
     # Running out of memory
 
     def _recover(self, parts: Sequence[P], outcome: Outcome[R]) -> None:
         """Decide how samples run again of which a part ran out of memory, on this rank or another."""
-        work, ranks = self._work, self._ranks
-        failed = None if outcome.failed_here is None else parts[outcome.failed_here]
-        samples, tokens = (0, 0) if failed is None else (len(failed.samples), failed.tokens)
+        work, ranks, words = self._work, self._ranks, self._work.words()
+        part = None if outcome.failed_here is None else parts[outcome.failed_here]
+        failed = None if part is None else work.failed(part)
+        samples, tokens = (0, 0) if failed is None else (failed.samples, failed.tokens)
         fitted_before = ranks.all(tokens <= self.limit.largest_that_ran and self._failures < 2)
-        cause = None if failed is None else self._cause(failed, outcome.error)
-        why = None if failed is None else self._why_final(failed)
-        if failed is not None and why is None and samples == 1 and not (fitted_before and self._failures == 0):
-            why = f"out of memory with {work.describe(failed)}, which cannot be split{work.shorter(failed)}"
+        what = cause = why = None
+        if part is not None and failed is not None:
+            what = f"with {failed_part.describe(failed, words)}"
+            if (cause := self._cause(part, failed, outcome.error)) is not None:
+                what += f": {cause}"
+            why = self._why_final(failed, words)
+            if why is None and samples == 1 and not (fitted_before and self._failures == 0):
+                why = failed_part.single(failed, words, is_split=self.limit.learned is not None)
         if ranks.any(why is not None):
             if why is not None and cause is not None:
                 why += f". Memory ran out because {cause}"
@@ -276,16 +280,12 @@ class StepRunner(Generic[Samples, P, R]):
                 why or "out of memory on another rank, whose error says what would help"
             ) from outcome.error
         # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
-        because = "" if cause is None else f": {cause}"
-        told = ranks.gather(None if failed is None else (tokens, f"with {work.describe(failed)}{because}"))
+        told = ranks.gather(None if what is None else (tokens, what))
         failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
         most_failed = max(tokens for tokens, _ in failures.values())
         if (module := work.batch_dependent_module()) is not None:
-            raise DoesNotFitError(
-                f"out of memory, and splitting the batch would change the result: {module} computes over the batch; "
-                f"{work.smaller_batch()}, or {work.less_memory()}"
-            )
-        self._unit = work.unit(parts[0])
+            raise DoesNotFitError(failed_part.over_the_batch(module, words))
+        self._unit = work.failed(parts[0]).unit
         self._failures += 1
         how = "as they were"
         if fitted_before and self._failures == 1:
@@ -294,10 +294,10 @@ class StepRunner(Generic[Samples, P, R]):
         else:
             self.limit.shrink(most_failed, fitted_before=fitted_before)
             self._shrank = True
-            how = f"with at most {self.limit.max_tokens} {self._unit} per forward{work.price_of_parts()}"
+            how = failed_part.again_in_parts(failed, self.limit.max_tokens, self._unit)
         on = ", ".join(what if ranks.size == 1 else f"on rank {rank} {what}" for rank, (_, what) in failures.items())
         log.warning(
-            "out of memory %s; running %s again %s (recovery %d)", on, work.what, how, self.limit.num_recoveries
+            "out of memory %s; running %s again %s (recovery %d)", on, words.everything, how, self.num_recoveries
         )
         self._recovered.append((on, self.limit.max_tokens))
         work.put_back()
@@ -305,24 +305,21 @@ class StepRunner(Generic[Samples, P, R]):
             self._random_state.put_back()
             work.state.put_back()
 
-    def _why_final(self, failed: P) -> str | None:
+    def _why_final(self, failed: FailedPart, words: Words) -> str | None:
         """Return why a part does not run again, whatever its size; None if it may."""
-        work = self._work
-        if (why := work.why_final(failed)) is not None:
-            return why
-        what = f"out of memory in a forward or backward of {work.describe(failed)}"
+        if failed.has_updated:
+            return failed_part.after_update(failed, words)
         if not self._recovers:
-            return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
+            return failed_part.without_recovery(failed, words)
         if not self._parallel.agrees:
-            advice = f"{_sentence(work.smaller_batch())}, or {work.less_memory()}"
-            return f"{what}; it cannot run in smaller parts: {self._parallel.why_alone}. {advice}"
+            return failed_part.without_the_others(failed, words, self._parallel.why_alone)
         return None
 
-    def _cause(self, failed: P, error: Exception | None) -> str | None:
+    def _cause(self, part: P, failed: FailedPart, error: Exception | None) -> str | None:
         """Say why memory ran out, where it is clear."""
-        longest, longer = self._work.longest(failed) or 0, None
+        longest, longer = self._work.longest(part) or 0, None
         if 0 < self._most_tokens_that_ran < longest and failed.tokens > self.limit.largest_that_ran:
-            longer = LongerSample(longest, self._most_tokens_that_ran, self._work.name_of_longest(failed))
+            longer = LongerSample(longest, self._most_tokens_that_ran, failed.name)
         setting = None if self._work.device is None else allocator_advice(self._work.device)
         return cause_of(read_message(str(error)), self._starts, longer, setting)
 
@@ -343,7 +340,7 @@ class StepRunner(Generic[Samples, P, R]):
         longest = [self._work.longest(part) or 0 for part in parts]
         self._most_tokens_that_ran = max(self._most_tokens_that_ran, *longest)
         if outcome.retried:
-            self._unit = self._work.unit(parts[0])
+            self._unit = self._work.failed(parts[0]).unit
             self._note_retry(len(largest.samples), largest.tokens)
 
     def _note_retry(self, samples: int, tokens: int) -> None:
@@ -399,7 +396,3 @@ def _issue_the_rest(shards: MicroBatchCollectives, num_parts: int, failure: Exce
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -12,6 +12,7 @@ from torch import nn
 
 from adaptive_batching._memory.caching_allocator import num_allocation_retries
 from adaptive_batching._state import State
+from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.limits import TokenLimit
 
 Samples = TypeVar("Samples")
@@ -41,7 +42,7 @@ R = TypeVar("R")
 
 
 class Work(ABC, Generic[Samples, P, R]):
-    """A host's computation, such as that of a recipe's step: its parts, what runs them, and words for messages.
+    """A host's computation, such as that of a recipe's step: its parts, and what runs them.
 
     It retries nothing, and neither tells other ranks of a failure nor asks them for one. What it is given at once, such
     as a batch, are ``Samples``; they run as parts ``P``, each of which has a result ``R``.
@@ -55,12 +56,6 @@ class Work(ABC, Generic[Samples, P, R]):
 
     state: State | None = None
     """State that a forward pass changes besides gradients, and that is put back; None if there is none."""
-
-    what = "the step's samples"
-    """The name of all that runs again, for messages."""
-
-    noun = "sample"
-    """The name of one of them."""
 
     # How it computes; what a runner is handed ready to run needs neither split nor runs
 
@@ -128,55 +123,27 @@ class Work(ABC, Generic[Samples, P, R]):
         """Return how often this rank's allocator has had to empty its cache to find room."""
         return 0 if self.device is None else num_allocation_retries(self.device)
 
-    def why_final(self, part: P) -> str | None:
-        """Return why a part that ran out of memory cannot run again, whatever its size; None if it can."""
-        return None
-
     def batch_dependent_module(self) -> str | None:
         """Name what is known to compute over the batch, so that parts do not add up to it; None if nothing is."""
         return None
 
-    # Words for messages
+    # What messages say
 
     @abstractmethod
     def length(self, sample: Any) -> int | None:
         """Return the tokens of a sample; None if samples have no length."""
 
     @abstractmethod
-    def less_memory(self) -> str:
-        """Return what takes less memory whatever the samples."""
-
-    def describe(self, part: P) -> str:
-        """Return the size of a part in words: ``3 samples of up to 40 tokens``."""
-        number, longest = len(part.samples), self.longest(part)
-        up_to = "" if longest is None else f" of up to {longest} tokens"
-        return f"{number} {self.noun}{'s' if number > 1 else ''}{up_to}"
+    def words(self) -> Words:
+        """Return how messages name samples, and what they say helps."""
 
     def longest(self, part: P) -> int | None:
         """Return the tokens of a part's longest sample; None if samples have no length."""
         lengths = [self.length(sample) for sample in part.samples]
         return None if None in lengths else max(length for length in lengths if length is not None)
 
-    def name_of_longest(self, part: P) -> str:
-        """Say which sample of a part is the longest: ``number 7 of dataset``; empty if that is not known."""
-        return ""
-
-    def unit(self, part: P) -> str:
-        """Return what ``tokens`` of a part count."""
-        return "samples" if self.longest(part) is None else "padded tokens"
-
-    def shorter(self, part: P) -> str:
-        """Say which it is, and what to do about a single sample that does not fit."""
-        return f"; shorten it, or {self.less_memory()}"
-
-    def smaller_batch(self) -> str:
-        """Return what to do where parts do not add up to the whole."""
-        return "use a smaller batch size"
-
-    def smaller_parts(self) -> str:
-        """Return what to do where every step first runs out of memory."""
-        return self.smaller_batch()
-
-    def price_of_parts(self) -> str:
-        """Return what running in parts costs, to follow what is said of it."""
-        return ""
+    def failed(self, part: P) -> FailedPart:
+        """Return what is known of a part that ran out of memory."""
+        longest = self.longest(part)
+        unit = "samples" if longest is None else "padded tokens"
+        return FailedPart(part.tokens, len(part.samples), longest, unit)

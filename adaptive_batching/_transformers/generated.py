@@ -35,10 +35,10 @@ from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
-from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._state import State
+from adaptive_batching._state import State, parameters_of
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.limits import TokenLimit
@@ -85,7 +85,8 @@ class RowsPart(Part):
 class RowsWork(Work[Any, RowsPart, Any]):
     """Rows of a prepared batch, in parts."""
 
-    what, noun = "the step's completions", "completion"
+    everything = "the step's completions"
+    """All that runs again, for messages."""
 
     def __init__(self, run: GeneratedRun, device: torch.device) -> None:
         self._run, self.device = run, device
@@ -108,14 +109,13 @@ class RowsWork(Work[Any, RowsPart, Any]):
     def length(self, sample: PreparedRow) -> int:
         return sample.tokens
 
-    def unit(self, part: RowsPart) -> str:
-        return "tokens" if self._run.rows.packed else super().unit(part)
+    def words(self) -> Words:
+        smaller = "set a smaller micro_batch_size"
+        return Words(f"set {_LESS_MEMORY}", smaller, noun="completion", everything=self.everything)
 
-    def less_memory(self) -> str:
-        return f"set {_LESS_MEMORY}"
-
-    def smaller_batch(self) -> str:
-        return "set a smaller micro_batch_size"
+    def failed(self, part: RowsPart) -> FailedPart:
+        failed = super().failed(part)
+        return replace(failed, unit="tokens") if self._run.rows.packed else failed
 
 
 class LossWork(RowsWork):
@@ -152,7 +152,7 @@ class Call:
 class NumbersWork(RowsWork):
     """Log-probabilities without a gradient."""
 
-    what = "the completions"
+    everything = "the completions"
     call: Call
 
     def split(self, groups: Sequence[Call]) -> Iterator[list[RowsPart]]:

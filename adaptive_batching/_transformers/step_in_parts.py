@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching import _state
 from adaptive_batching._loop.samples import SampleWork, collated
-from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
+from adaptive_batching._state import parameters_of
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.failed_part import FailedPart
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching._step.judge import Audit, GradientsDifferError
@@ -521,8 +522,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         tells = masks and all(mask.dim() == 2 for mask in masks)  # others say which tokens see each other
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if tells else padded, padded, len(batches))
 
-    def unit(self, part: Part) -> str:
-        return "tokens" if self.in_rows else super().unit(part)
+    def failed(self, part: Part) -> FailedPart:
+        failed = super().failed(part)
+        return replace(failed, unit="tokens") if self.in_rows else failed
 
     def batch_dependent_module(self) -> str | None:
         return self._dependent_module

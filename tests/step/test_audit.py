@@ -253,9 +253,8 @@ def test_steps_that_are_split_are_looked_at_now_and_then(every: int | None, expe
         looked.append(number)
         return True
 
-    for number in range(1, 121):  # noqa: B007 (run reads it)
-        audit.look([[1] * 8, [2]], run, again=False)
-        audit.end_step()
+    for number in range(1, 121):
+        audit.look(number, [[1] * 8, [2]], run, again=False)
     assert sorted(set(looked)) == list(expected)
 
 

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import OtherRankError, Ranks
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.failed_part import FailedPart
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.work import Part
 from tests.support.toy_work import ToyWork
@@ -231,8 +233,8 @@ def test_where_recovery_is_off_the_error_says_what_to_set() -> None:
 
 def test_a_host_may_say_that_a_part_is_final() -> None:
     class Updates(Learning):
-        def why_final(self, part: Part) -> str | None:
-            return "parameters are updated already"
+        def failed(self, part: Part) -> FailedPart:
+            return replace(super().failed(part), has_updated=True)
 
-    with pytest.raises(DoesNotFitError, match="parameters are updated already"):
+    with pytest.raises(DoesNotFitError, match=r"had updated parameters .*resume from the last checkpoint"):
         failing(Updates, "backward").add([4, 4])

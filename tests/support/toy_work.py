@@ -11,6 +11,7 @@ from torch import nn
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.failed_part import Words
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.work import Part, Work
@@ -54,8 +55,8 @@ class ToyWork(Work[list[int], Part, Any]):
     def length(self, sample: int) -> int:
         return sample
 
-    def less_memory(self) -> str:
-        return "train less"
+    def words(self) -> Words:
+        return Words("train less")
 
 
 def run_parts(

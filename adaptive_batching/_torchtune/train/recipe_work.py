@@ -26,6 +26,7 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives
 from adaptive_batching._state import State
 from adaptive_batching._step.data_parallel import DataParallel
+from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize
@@ -38,7 +39,7 @@ from adaptive_batching._torchtune.stock.data import Sample, index_of
 from adaptive_batching._torchtune.stock.host import Host
 from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.stock.objective import Batch, Counts, Objective, Sums
-from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole, memory_size
+from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,9 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     ``find_batch_dependent_module`` names a module that computes over the batch, or returns None.
     """
 
-    dataset = "the dataset"
-    batch_key = "batch_size"
+    dataset, batch_key = "the dataset", "batch_size"
+    everything = "the step's samples"
+    """All that runs again, for messages."""
 
     def __init__(self, host: Host, find_batch_dependent_module: Callable[[], str | None] = lambda: None) -> None:
         self.device, self.state, self.limit = host.device, State(host.models), TokenLimit()
@@ -110,15 +112,6 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     def num_retries(self) -> int:
         return 0  # to read it takes time
 
-    def why_final(self, part: MicroBatch) -> str | None:
-        if self._host.backward_optimizers is None or not self._host.backward_optimizers.updated:
-            return None
-        return (
-            f"out of memory in a forward or backward of {self.describe(part)}, after its backward had updated "
-            f"parameters (optimizer_in_bwd=True), so it cannot run again; resume from the last checkpoint, with a "
-            f"batch_size below {self._host.loader.batch_size}, or {self.less_memory()}"
-        )
-
     def batch_dependent_module(self) -> str | None:
         return self._find_batch_dependent_module()
 
@@ -133,7 +126,7 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
             raise DoesNotFitError(
                 "out of memory in the optimizer's step, which may have updated only some parameters; resume from the "
                 "last checkpoint, with use_maximum_batch_size=True, or a batch_size below "
-                f"{self._host.loader.batch_size}, or {self.less_memory()}"
+                f"{self._host.loader.batch_size}, or {remedy(self._host)}"
             ) from error
 
     def tokens(self, samples: list[Sample]) -> int:
@@ -145,38 +138,26 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     def extent(self, sample: Sample) -> int:
         return len(self._host.objective.tokens(sample))
 
-    def describe(self, part: MicroBatch) -> str:
-        # By the text of samples with images as well, whose length is 1.
-        plural = "s" if len(part.samples) > 1 else ""
-        longest = max(len(self._host.objective.tokens(sample)) for sample in part.samples)
-        return f"{len(part.samples)} sample{plural} of up to {longest} tokens"
+    def words(self) -> Words:
+        smaller = f"set a smaller {self.batch_key}"
+        return Words(remedy(self._host), smaller, f"{smaller} or micro_batch_size", everything=self.everything)
 
-    def name_of_longest(self, part: MicroBatch) -> str:
-        number = index_of(max(part.samples, key=lambda sample: len(self._host.objective.tokens(sample))))
-        return "" if number is None else f"number {number} of {self.dataset} (the first is 0)"
-
-    def unit(self, part: MicroBatch) -> str:
-        if not self._host.objective.is_text(part.samples[0]):
-            return "samples"
-        return "tokens" if part.is_row else "padded tokens"
-
-    def shorter(self, part: MicroBatch) -> str:
-        sample = part.samples[0]
-        tokens = self._host.objective.tokens(sample)
-        start = [int(token) for token in tokens[:12]]
-        return (
-            f": number {index_of(sample)} of {self.dataset} (the first is 0), which begins with the tokens "
-            f"{start}. Set tokenizer.max_seq_len below {len(tokens)}, or {self.less_memory()}"
-        )
-
-    def smaller_batch(self) -> str:
-        return f"set a smaller {self.batch_key}"
-
-    def smaller_parts(self) -> str:
-        return "set a smaller batch_size or micro_batch_size"
-
-    def less_memory(self) -> str:
-        return remedy(self._host)
+    def failed(self, part: MicroBatch) -> FailedPart:
+        objective, updating = self._host.objective, self._host.backward_optimizers
+        longest = max(part.samples, key=lambda sample: len(objective.tokens(sample)))
+        tokens, number = objective.tokens(longest), index_of(longest)
+        unit = "samples"
+        if objective.is_text(longest):
+            unit = "tokens" if part.is_row else "padded tokens"
+        return FailedPart(
+            part.tokens, len(part.samples),
+            longest=len(tokens),  # of the text of samples with images as well, whose length is 1
+            unit=unit,
+            name="" if number is None else f"number {number} of {self.dataset} (the first is 0)",
+            first_tokens=[int(token) for token in tokens[:12]],
+            shorten=f"set tokenizer.max_seq_len below {len(tokens)}",
+            has_updated=updating is not None and updating.updated,
+        )  # fmt: skip
 
 
 class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
@@ -252,15 +233,9 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         super().put_back()
         self.splitter.timer.forget()
 
-    def shorter(self, part: MicroBatch) -> str:
-        is_split = self._host.steps_in_backward and self.splitter.limit.learned is not None
-        held = f", on top of {size_of_gradients(self._host)} of gradients that a split batch has to hold"
-        return f"{held if is_split else ''}{super().shorter(part)}"
-
-    def price_of_parts(self) -> str:
-        if not self._host.steps_in_backward:
-            return ""
-        return f", which holds {size_of_gradients(self._host)} of gradients until the last of them"
+    def failed(self, part: MicroBatch) -> FailedPart:
+        held = size_of_gradients(self._host) if self._host.steps_in_backward else 0
+        return replace(super().failed(part), gradient_bytes=held)
 
 
 class Splitter:
@@ -443,8 +418,9 @@ def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[li
     return [largest + without_terms, *others]
 
 
-def size_of_gradients(host: Host) -> str:
-    return memory_size(sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad))
+def size_of_gradients(host: Host) -> int:
+    """Return the bytes of all gradients."""
+    return sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad)
 
 
 def batch_of(objective: Objective, part: MicroBatch) -> Batch:

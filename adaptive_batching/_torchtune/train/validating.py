@@ -106,9 +106,8 @@ def check_validation(settings: ValidationSettings | None, increase: Increase, re
 class ValidationWork(RecipeWork[list[Sample], Sums]):
     """Forwards of samples that are held out, each weighted by its targets."""
 
-    what = "samples of dataset_val"
-    dataset = "dataset_val"
-    batch_key = "batch_size_val"
+    dataset, batch_key = "dataset_val", "batch_size_val"
+    everything = "samples of dataset_val"
 
     def __init__(self, host: Host, splitter: Splitter, filler: Sample) -> None:
         super().__init__(host, functools.cache(partial(batch_dependent_module, host)))  # in evaluation mode
