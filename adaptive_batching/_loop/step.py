@@ -31,7 +31,7 @@ from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._ranks.agree import num_collectives
-from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
+from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._state import State, draws_put_back, parameters_of, rehearsal
 from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.judge import Audit
@@ -196,7 +196,7 @@ class AdaptiveStep(Generic[Sample]):
         with parallel.without_sync():
             if backward is not torch.Tensor.backward:
                 self._check_scale_of(backward, may_scale=may_scale)
-            samples = self._checked_on_all(samples, backward)
+            samples = self._seen(samples, backward)
             end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
             runner.begin()
             runner.add(samples)
@@ -295,7 +295,8 @@ class AdaptiveStep(Generic[Sample]):
             self._parallel.sum_gradients()
             clip_and_step(unwrapped, [self._optimizer], self._max_grad_norm)
 
-        self._record([sample], of_batch)
+        if not self._parallel.is_recorded:
+            self._record([sample], of_batch)
         step = TrainingStep(
             unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), run,
             state=self._work.state,
@@ -306,16 +307,31 @@ class AdaptiveStep(Generic[Sample]):
         self._work.limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 
-    def _checked_on_all(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:
+    def _seen(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:
         """Tell the work of the samples of a step, and return them; any error is one of all ranks."""
+        if self._parallel.ranks.size == 1:
+            checked = self._checked(samples)
+            number, filler = len(checked), checked[:1]
+        else:
+            checked, number, filler = self._checked_on_all(samples)
+        if not number:
+            raise ConfigError("samples is empty; a step needs at least one")
+        self._work.see(checked, filler[0], number, backward)
+        if self._parallel.ranks.size > 1:
+            self._check_that_ranks_are_alone(filler[0])
+        if not self._parallel.is_recorded:
+            self._record(filler * 2, lambda batch: run_forward(self._loss, self._model, batch)[0].backward())  # type: ignore[no-untyped-call]
+        return checked
+
+    def _checked_on_all(self, samples: Sequence[Sample]) -> tuple[list[Sample], int, list[Sample]]:
+        """Return the samples of this rank, the number on all ranks, and one that may fill up, if there is any."""
         ranks, work = self._parallel.ranks, self._work
         checked: list[Sample] = []
-        fillers: list[Sample] = []
+        shortest: list[Sample] = []
 
         def check() -> tuple[int, bool]:
             checked.extend(self._checked(samples))
-            if ranks.size > 1:
-                fillers.extend(sorted(checked, key=lambda sample: work.tokens([sample]))[:1])
+            shortest.extend(sorted(checked, key=lambda sample: work.tokens([sample]))[:1])
             return len(checked), work.shares
 
         counts, share = zip(*ranks.all_results(check), strict=True)
@@ -324,38 +340,26 @@ class AdaptiveStep(Generic[Sample]):
                 f"rank {share.index(True)} shares out the samples of a step and rank {share.index(False)} does not; "
                 "give balance_ranks, and length or none, alike on all ranks"
             )
-        if sum(counts) == 0:
-            raise ConfigError("samples is empty; a step needs at least one")
-        filler = next(iter(fillers or checked), None)
-        if not all(counts):
-            of_ranks, failure = gathered(ranks, fillers)
+        if any(counts) and not all(counts):
+            of_ranks, failure = gathered(ranks, shortest)
             if failure:
                 raise ConfigError(
                     f"a rank without samples runs one of another's, and they cannot be sent ({failure}); give each "
                     "rank a sample, or samples that can be pickled"
                 )
-            filler = next(sample for own in of_ranks for sample in own)
-        assert filler is not None
-        work.see(checked, filler, sum(counts), backward)
-        self._check_that_ranks_are_alone(filler)
-
-        def forward_backward(batch: Any) -> None:
-            run_forward(self._loss, self._model, batch)[0].backward()  # type: ignore[no-untyped-call]
-
-        self._record([filler] * 2, forward_backward)
-        return checked
+            shortest = next(own for own in of_ranks if own)
+        return checked, sum(counts), shortest
 
     def _record(self, samples: list[Sample], forward_backward: Callable[[Any], None]) -> None:
         """Learn what shards communicate in a forward and backward, for which all ranks have to have a batch."""
         parallel, batches = self._parallel, list[Any]()
-        if not parallel.is_recorded:
-            with draws_put_back(self._collate):
-                parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
-            parallel.record(lambda: forward_backward(batches[0]), device_of(self._model))
+        with draws_put_back(self._collate):
+            parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
+        parallel.record(lambda: forward_backward(batches[0]), device_of(self._model))
 
     def _check_that_ranks_are_alone(self, sample: Sample) -> None:
         """Raise ConfigError if a forward of copies communicates: ranks run their parts at other times. Looks once."""
-        if self._knows_ranks_are_alone or self._parallel.ranks.size == 1 or sharded_roots(self._model):
+        if self._knows_ranks_are_alone or self._parallel.roots:
             return
 
         def issued() -> int:

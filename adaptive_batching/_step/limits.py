@@ -34,12 +34,9 @@ class TokenLimit:
     @property
     def max_tokens(self) -> int | None:
         """Tokens that a forward holds at most; None for no limit."""
-        return self.within(None)
-
-    def within(self, tokens: int | None) -> int | None:
-        """Return the smaller of ``tokens`` and what a forward may hold; None if there is no limit at all."""
-        limits = [limit for limit in (self.bound, self.learned, tokens) if limit is not None]
-        return min(limits, default=None)
+        if self.bound is None or self.learned is None:
+            return self.learned if self.bound is None else self.bound
+        return min(self.bound, self.learned)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned; the bound is the user's."""
