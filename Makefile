@@ -25,30 +25,38 @@ HEADERS := 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1' 'nvidia-cuda-runtime-c
 WORKERS ?= 2
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 
+on_the_emulated_device = PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._dry_run.device --devices 2 \
+	$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup \
+	tests/emulated tests/dry_run/test_libraries.py tests/integration/test_cuda_memory.py
+
 # Types take one core for a minute: they are checked beside the tests, and what was found is said after them.
 define tests_and_types
 	@said=$$(mktemp); $(RUN) -m mypy >"$$said" 2>&1 & types=$$!; \
 	$(PYTEST) $(1); tests=$$?; wait $$types; checked=$$?; cat "$$said"; rm "$$said"; exit $$((tests | checked))
 endef
 
-.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-stacks test-stacks-all test-emulated test-cuda \
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-wide test-all test-stacks test-stacks-all \
+	test-emulated test-emulated-wide test-cuda \
 	bench docs pictures dist test-dist clean
 
 help:  ## List the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
 quickstart: $(call installed,torchtune)  ## Make a small model and real data, then probe, grow, train and recover
 	$(RUN) -m adaptive_batching quickstart
 
 check: ruff-check ruff-format  ## Lint, types, and the tests that start no run and are no long ones: under two minutes
-	$(call tests_and_types,--ignore tests/integration -m 'not slow and not long')
+	$(call tests_and_types,--ignore tests/integration -m 'not slow and not wide and not long')
 
 fix: $(call installed,dev)  ## Mend what ruff can mend, and format
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-test: ruff-check ruff-format  ## Lint, types, and all tests but the slow ones
+test: ruff-check ruff-format  ## Lint, types, and all tests but wide and slow ones
 	$(call tests_and_types)
+
+test-wide: ruff-check ruff-format  ## Lint, types, and all tests but slow ones, as in continuous integration
+	$(call tests_and_types,-m 'not slow')
 
 test-all: ruff-check ruff-format  ## Lint, types, and all tests
 	$(call tests_and_types,-m '')
@@ -102,8 +110,10 @@ $(VENV)-%/.stack: pyproject.toml Makefile $(call installed,dev)
 	touch $@
 
 test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
-	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._dry_run.device --devices 2 \
-		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated tests/dry_run/test_libraries.py tests/integration/test_cuda_memory.py
+	$(on_the_emulated_device)
+
+test-emulated-wide: $(call emulated,dev)  ## All of them but slow ones, as in continuous integration
+	$(on_the_emulated_device) -m 'not slow'
 
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt

@@ -88,6 +88,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.wide
 def test_without_any_of_torch_s_private_names_the_package_is_imported_and_a_probe_runs() -> None:
     of_autograd = ("_execution_engine", "_engine_run_backward")  # without which it does not work
     names = [name for name in PRIVATE if name.startswith("torch.") and not name.endswith(of_autograd)]

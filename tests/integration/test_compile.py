@@ -51,6 +51,7 @@ def in_training(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return began
 
 
+@pytest.mark.wide
 def test_nothing_of_the_probe_remains_in_the_compiled_code(tune_run: TuneRun, in_training: list[int]) -> None:
     """Packs have one length: but for the probe nothing would make a size vary."""
     exact = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=6"]
@@ -65,6 +66,7 @@ def test_nothing_of_the_probe_remains_in_the_compiled_code(tune_run: TuneRun, in
     assert ours == compiled == [6] * len(ours) and ours
 
 
+@pytest.mark.wide
 def test_where_sizes_vary_one_compilation_serves_them(tune_run: TuneRun, in_training: list[int]) -> None:
     grows = [*GROW, "adaptive_batching.max_batch_size=8"]
     common = [each for each in COMMON if not re.search("packed|epochs|max_seq_len", each)]

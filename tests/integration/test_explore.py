@@ -76,6 +76,7 @@ def test_what_is_explored_divides_the_batch_and_fits(
     assert [(e["batch_size"], e["global_batch_size"], e["steps"]) for e in events(run, "epoch")] == epochs
 
 
+@pytest.mark.wide
 def test_a_resumed_run_takes_what_the_first_one_has_explored(
     tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from tests.integration.faults import shapes_of_forwards
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
+from tests.support.wide import few
 
 BOUND = ["adaptive_batching.max_batch_size=16"]
 
@@ -96,7 +97,7 @@ FIRST = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors
 RESUME = ["resume_from_checkpoint=True"]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo", "kd"])
+@pytest.mark.parametrize("kind", few(["full", "lora", "lora_dpo", "kd"], "full"))
 def test_a_resumed_run_equals_the_uninterrupted_one(
     kind: str, tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

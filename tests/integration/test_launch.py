@@ -33,6 +33,7 @@ def run(command: list[str], arguments: list[str], cwd: Path, site: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.wide
 def test_an_installed_wheel_in_any_directory(inputs: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT], check=True, timeout=300)
@@ -79,6 +80,7 @@ def test_ranks_find_the_standard_library_first(
     assert paths == ["" if is_installed else str(ROOT)]
 
 
+@pytest.mark.wide
 def test_a_recipe_searches_the_working_directory_last(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('not the standard library')")
     (tmp_path / "mine.py").write_text("")
@@ -136,6 +138,7 @@ def test_the_next_command_of_the_quickstart_fits_the_machine(
     assert config.checkpointer.checkpoint_dir.rstrip("/") == "/tmp/Llama-3.2-1B-Instruct"
 
 
+@pytest.mark.wide
 def test_what_a_run_shows(inputs: Path, tmp_path: Path) -> None:
     arguments = ["full_finetune_single_device", "--config", "quickstart/full_single_device", "epochs=1"]
     arguments += shlex.split(small("full", inputs, tmp_path / "out"))

@@ -16,6 +16,7 @@ from tests.conftest import QUICKSTART, RECIPES, TuneRun, assert_same_weights, sm
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import RECOVER, WIDE
 from tests.support.records import without_sizes
+from tests.support.wide import few
 
 DROPOUT = "model.lora_dropout=0.1"
 # 12 batches: 2 windows of 5, and 2 batches that stock carries into the next epoch
@@ -46,7 +47,7 @@ RECOVERING: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RECOVERING)
+@pytest.mark.parametrize("case", few(RECOVERING, "qlora, packed"))
 def test_with_recovery_alone_losses_and_weights_are_stocks(
     case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +40,7 @@ class Shell:
     added: str | None = None  # to it, where not overrides of a config
     instead: Mapping[str, str] = field(default_factory=dict)  # of other hosts, of more than two devices, of dots
     folder: str = "."  # where it runs, in a checkout
-    is_slow: bool = False
+    marks: Sequence[pytest.MarkDecorator] = (pytest.mark.wide,)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
         "needs a CUDA build of torch; tests/emulated/test_plan.py has its like"
     ),
     "adaptive-batching quickstart": Shell("Next, with a config of your own", "epochs=1 dataset.split=train[:24]"),
-    f"{RUN} {LORA} micro_batch_size=auto": Shell(),
+    f"{RUN} {LORA} micro_batch_size=auto": Shell(marks=[]),
     f"{RUN} {LORA} use_maximum_batch_size=True": ALIKE,
     f"{RUN} {FULL} epochs=2": ALIKE,
     f"tune run adaptive_batching/recipes/{LORA.replace(' ', '.py ', 1)} micro_batch_size=auto": ALIKE,
@@ -91,7 +91,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py "
     "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": ALIKE,
     f"{RUN} --nproc_per_node 8 {MANY}": Shell(  # test_two_ranks.py has one that fails
-        instead={"--nproc_per_node 8": "--nproc_per_node 2"}, is_slow=True
+        instead={"--nproc_per_node 8": "--nproc_per_node 2"}, marks=[pytest.mark.slow]
     ),
     f"{RUN} --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 {MANY}": (
         "tests/integration/test_two_ranks.py has two agents"
@@ -141,7 +141,7 @@ def all_commands() -> set[str]:
 
 def those(kind: type) -> list[Any]:
     return [
-        pytest.param(command, way, id=command[:80], marks=[pytest.mark.slow] if getattr(way, "is_slow", False) else [])
+        pytest.param(command, way, id=command[:80], marks=way.marks if isinstance(way, Shell) else [])
         for command, way in COMMANDS.items()
         if isinstance(way, kind)
     ]

@@ -105,6 +105,7 @@ def pair_in(run: PPORun, name: str) -> tuple[str, bytes, bytes]:
     return name, both[0].read_bytes(), both[1].read_bytes()
 
 
+@pytest.mark.wide
 def test_a_kill_at_any_moment_leaves_both_models_of_one_checkpoint(inputs: Path, tmp_path: Path) -> None:
     """Also where a run that is not resumed saves over the checkpoints of another."""
     run = ppo_run(inputs, tmp_path / "out", *ALONE, "num_steps=12", "seed=4")
@@ -132,6 +133,7 @@ def test_a_kill_at_any_moment_leaves_both_models_of_one_checkpoint(inputs: Path,
     assert_same_weights(resumed.weights_in("step_6"), run.weights_in("step_6"))
 
 
+@pytest.mark.wide
 def test_a_kill_at_the_end_of_an_epoch_leaves_both_models_of_one(inputs: Path, tmp_path: Path) -> None:
     copies = list[Path]()
     with copied_at_each_moment(tmp_path / "out", copies):

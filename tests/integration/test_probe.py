@@ -17,6 +17,7 @@ from adaptive_batching._values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.support.overrides import WIDE
 from tests.support.records import events, without_sizes
+from tests.support.wide import few
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
 IN_BACKWARD = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
@@ -35,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, "full", "full-accumulation", "full-packed", "lora-dropout"))
 def test_the_probe_leaves_no_trace(
     case: str, tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

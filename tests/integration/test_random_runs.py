@@ -237,7 +237,11 @@ def outcome_beside_twin(case: Case, inputs: Path, directory: Path) -> dict[str, 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 6))]
+    ("seed", "count"),
+    [
+        pytest.param(0, 8, marks=pytest.mark.wide),
+        *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 6)),
+    ],
 )
 def test_every_run_finishes_or_says_what_is_wrong(seed: int, count: int, inputs: Path, tmp_path: Path) -> None:
     outcomes, recoveries = Counter[str](), 0

@@ -164,19 +164,14 @@ def assert_close_weights(kind: str, ours: Run, theirs: Run) -> None:
 
 @of_launch("others")
 @pytest.mark.parametrize("kind", ["lora", *OTHERS])
-def test_other_recipes_are_stock_when_off_and_survive_running_out_of_memory(
+def test_other_recipes_train_as_stock_in_rows_that_run_out_of_memory(
     kind: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
     """In a forward, a backward, and of preferences in a forward of the frozen model."""
-    assert_as_stock(finished, kind)
-    recovered = finished(f"{kind}_recovered")
-    expected = [1, 2, 3] if kind.endswith("dpo") else [1, 2, 2]
-    assert [step["oom_retries"] for step in recovered.metrics] == expected
-    undisturbed = finished("kd_padded" if kind == "kd" else f"{kind}_stock")  # of a distillation stock's shrinks
-    assert_close_weights(kind, recovered, undisturbed)
     rows = finished(f"{kind}_rows")
-    assert rows.metrics[-1]["oom_retries"] == 2
+    assert [step["oom_retries"] for step in rows.metrics] == ([1, 2, 3] if kind.endswith("dpo") else [1, 2, 2])
     assert "cannot be packed" not in output_of(launched, f"{kind}_rows")
+    undisturbed = finished("kd_padded" if kind == "kd" else f"{kind}_stock")  # of a distillation stock's shrinks
     assert_close_weights(kind, rows, undisturbed)
 
 
@@ -245,6 +240,7 @@ def test_a_rank_that_ends_while_a_step_is_shared_out_ends_the_others(launched: t
     assert "ZeroDivisionError" in own
 
 
+@pytest.mark.wide
 def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inputs: Path, tmp_path: Path) -> None:
     """As users start it, by ``adaptive-batching run``."""
     fails = "loss._component_=tests.integration.two_ranks.LossThatFailsOnOneRank"

@@ -43,6 +43,7 @@ def test_a_long_sample_does_not_end_a_plain_loop_and_changes_no_loss() -> None:
     assert limited["losses"] == pytest.approx(free["losses"], rel=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.serial
 @pytest.mark.parametrize(
     ("host", "cases"),

@@ -252,6 +252,7 @@ print(step.num_recoveries, *losses, (total / number).item(), max(seen))
 """
 
 
+@pytest.mark.wide
 def test_several_ranks_share_samples_and_recover_where_numpy_is_not_installed(tmp_path: Path) -> None:
     """A plain loop needs torch alone."""
     ranks = [

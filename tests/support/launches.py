@@ -17,6 +17,9 @@ from tests.support.ranks import start_ranks
 Finished = Callable[[str], Run]
 Test = TypeVar("Test", bound=Callable[..., None])
 
+NARROW = ("as_stock", "split", "growth")
+"""Launches that ``make test`` makes; tests of others are wide."""
+
 
 def run_launch(which: str, inputs: Path, directory: Path) -> bool:
     """Run a launch, whose cases that end a rank take processes of their own; True if it went well."""
@@ -34,7 +37,8 @@ def of_launch(which: str) -> Callable[[Test], Test]:
     Its name is part of the test's, so that ``-k`` finds all that share it; one worker runs these.
     """
     together = pytest.mark.serial if which == "memory" else pytest.mark.xdist_group(f"two_ranks_{which}")
-    return lambda test: together(pytest.mark.parametrize("launched", [which], indirect=True)(test))
+    of_this = pytest.param(which, marks=[] if which in NARROW else [pytest.mark.wide])
+    return lambda test: together(pytest.mark.parametrize("launched", [of_this], indirect=True)(test))
 
 
 def finished_in(launched: tuple[Path, str], name: str) -> Run:

@@ -18,6 +18,7 @@ from adaptive_batching._transformers.row_of_samples import NoRowError, row_of
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._values import ByLength, ConfigError
 from adaptive_batching.transformers import AdaptiveArguments
+from tests.support.wide import few
 from tests.transformers import architectures, trainers
 from tests.transformers.trainers import assert_alike, collate, logged, make_trainer, weights, without_probe
 
@@ -54,7 +55,13 @@ def gradients_one_by_one(step: StepInParts, model: Any, samples: list[Any]) -> d
     return gradients(model)
 
 
-@pytest.mark.parametrize("name", [*architectures.END_TO_END, *architectures.PADDED])
+ARCHITECTURES = few(
+    [*architectures.END_TO_END, *architectures.PADDED],
+    "Llama", "Qwen3", "GPT2", "Mistral", "Gemma3Text", "GptOss", "Bert", "Bloom", "Qwen3Next",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_gradient_is_that_of_one_sample_at_a_time_whatever_the_architecture(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

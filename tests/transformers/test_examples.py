@@ -26,6 +26,7 @@ TWO_RANKS = "two_ranks"
 NOT_INSTALLED = "sentence_transformers_pairs"  # what it needs is not among what tests need
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "grpo")) for name in SAYS])
 def test_an_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

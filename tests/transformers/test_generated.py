@@ -16,6 +16,7 @@ from adaptive_batching._step.row_size import first_row
 from adaptive_batching._transformers.generated_rows import METHOD
 from adaptive_batching._transformers.handed_out import replaced
 from adaptive_batching.transformers import AdaptiveCallback, adaptive, adopt
+from tests.support.wide import few
 from tests.transformers import generating
 from tests.transformers.generating import (
     BATCH,
@@ -75,7 +76,7 @@ def assert_as(stock: Any, ours: Any) -> None:
     assert ours.rewards.calls == stock.rewards.calls
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, "grpo", "dapo", "luspo", "on policy", "generations", "lora", "rloo"))
 def test_updates_and_logs_are_those_of_trl_whatever_the_loss(name: str, stock: Any, tmp_path: Path) -> None:
     for ours in (AUTO, THREE):
         trainer = trained(tmp_path, ours, name)

@@ -23,7 +23,7 @@ from tests.transformers.generating import (
     weights,
 )
 
-pytestmark = pytest.mark.xdist_group("generated_two_ranks")
+pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("generated_two_ranks")]
 
 RANK = int(os.environ.get("RANK", 0))
 DISTILLATION = "distillation"

@@ -12,6 +12,7 @@ from adaptive_batching import ConfigError
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.support.ranks import run_ranks
+from tests.support.wide import few
 from tests.transformers import architectures, trainers, two_ranks
 from tests.transformers.test_streams import Stream
 from tests.transformers.two_ranks import SAMPLES, SHORT
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.xdist_group("trainers_two_ranks")
 Found = Mapping[str, Mapping[str, Any]]
 KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
 
+CORE = [
+    "ddp parts llama", "ddp short llama", "ddp rows llama", "fsdp places twice", "fsdp rows checkpointed",
+    "fsdp growing llama",
+]  # fmt: skip
+"""Runs of tests that are not wide."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,8 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[Found]:
-    return run_ranks(two_ranks.run_all, folder, two_ranks.runs(), folder=folder)
+def ranks(folder: Path, request: pytest.FixtureRequest) -> list[Found]:
+    here = [item for item in request.session.items if item.path == request.path]
+    names = two_ranks.runs() if any(item.get_closest_marker("wide") for item in here) else CORE
+    return run_ranks(two_ranks.run_all, folder, names, folder=folder)
 
 
 def of_run(name: str, ranks: Sequence[Found]) -> Mapping[str, Any]:
@@ -67,7 +76,15 @@ def in_one_process(
     return {"logged": trainers.logged(trainer), "weights": sums}
 
 
-@pytest.mark.parametrize("name", ["ddp parts llama", "ddp short llama", "ddp probed llama", "fsdp places twice"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["ddp parts llama", "ddp short llama", "ddp probed llama", "fsdp places twice"],
+        "ddp parts llama",
+        "ddp short llama",
+        "fsdp places twice",
+    ),
+)
 def test_two_processes_train_as_one_does_with_the_whole_batch(name: str, ranks: list[Found], tmp_path: Path) -> None:
     found = of_run(name, ranks)
     _, ours, model = name.split()
@@ -78,6 +95,7 @@ def test_two_processes_train_as_one_does_with_the_whole_batch(name: str, ranks: 
         assert [each["oom_retries"] for each in losses(found)] == [0, 1, 2, 3], "once in each place"
 
 
+@pytest.mark.wide
 def test_an_evaluation_that_runs_out_of_memory_on_one_rank_gives_what_it_would_have_given(ranks: list[Found]) -> None:
     for rank, failures in zip(ranks, (0, 2), strict=True):
         found = rank["ddp evaluated llama"]
@@ -136,6 +154,7 @@ def test_samples_end_to_end_run_again_on_both_ranks_when_one_is_short(
     assert found["in_rows"] and ranks[0][name]["recoveries"] == ranks[1][name]["recoveries"] >= 1
 
 
+@pytest.mark.wide
 def test_a_compiled_model_runs_unlike_numbers_of_parts_and_recovers_on_both_ranks(
     ranks: list[Found], tmp_path: Path
 ) -> None:
@@ -146,6 +165,7 @@ def test_a_compiled_model_runs_unlike_numbers_of_parts_and_recovers_on_both_rank
     assert min(first["compiled"], second["compiled"]) > 0
 
 
+@pytest.mark.wide
 def test_samples_of_a_sharded_model_are_padded_if_it_would_not_keep_them_apart(
     ranks: list[Found], tmp_path: Path
 ) -> None:
@@ -160,6 +180,7 @@ def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return read_events(find_record(folder / name.replace(" ", "_")))["step"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_samples_that_ranks_share_out_count_as_in_one_process(
     strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
@@ -175,6 +196,7 @@ def test_samples_that_ranks_share_out_count_as_in_one_process(
     assert all(step["moved"] is None for step in steps_of(folder, "ddp drawn counted"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_samples_are_shared_out_again_when_a_rank_with_those_of_another_is_short(
     strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
@@ -186,6 +208,7 @@ def test_samples_are_shared_out_again_when_a_rank_with_those_of_another_is_short
     assert (first["recoveries"], second["recoveries"]) == (0, 1) and second["moved"] > 0
 
 
+@pytest.mark.wide
 def test_samples_with_a_label_each_are_shared_out(ranks: list[Found], folder: Path, tmp_path: Path) -> None:
     name, data = "ddp shared labelled", trainers.make_labelled(SAMPLES)
     model, collator = classes_of_two_devices(), trainers.collate_labelled
@@ -193,6 +216,7 @@ def test_samples_with_a_label_each_are_shared_out(ranks: list[Found], folder: Pa
     assert all(step["moved"] > 0 for step in steps_of(folder, name))
 
 
+@pytest.mark.wide
 def test_what_would_balance_ranks_in_the_sampler_is_not_needed(
     ranks: list[Found], folder: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +227,7 @@ def test_what_would_balance_ranks_in_the_sampler_is_not_needed(
     assert sum("'batch_rebalance' is not needed" in line for line in found["told"]) == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["ddp short stream", "ddp shared stream"])
 def test_ranks_that_each_read_their_part_of_a_stream_train_as_one_does(
     name: str, ranks: list[Found], tmp_path: Path
@@ -213,11 +238,13 @@ def test_ranks_that_each_read_their_part_of_a_stream_train_as_one_does(
     assert (found["recoveries"] > 0) == ("short" in name)
 
 
+@pytest.mark.wide
 def test_a_stream_that_one_rank_reads_for_all_is_refused(ranks: list[Found]) -> None:
     for rank in ranks:
         assert "set accelerator_config={'dispatch_batches': False}" in rank["ddp refused stream"]["refusal"]
 
 
+@pytest.mark.wide
 def test_samples_stay_in_a_step_of_which_ranks_have_other_numbers(ranks: list[Found], folder: Path) -> None:
     """In the first step, each has as many, of which one counts nothing."""
     name = "ddp shared uneven"
@@ -231,6 +258,7 @@ def stays(found: Mapping[str, Any]) -> list[str]:
     return [line for line in found["told"] if line.startswith("samples stay on the ranks that have drawn them: they w")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("model", ["bert", "apart"])
 def test_samples_stay_where_a_mean_is_of_each_rank_by_itself(model: str, ranks: list[Found], folder: Path) -> None:
     found, drawn = (of_run(f"ddp {ours} {model}", ranks) for ours in ("shared", "drawn"))
@@ -241,6 +269,7 @@ def test_samples_stay_where_a_mean_is_of_each_rank_by_itself(model: str, ranks: 
         assert_alike(found, of_run("ddp stock bert", ranks))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "said"), [("reduce", "depends on what it gathers or sums"), ("all_reduce", "communicates in each forward")]
 )
@@ -249,6 +278,7 @@ def test_a_loss_that_needs_other_ranks_is_refused_on_all_of_them(name: str, said
     assert first == second and said in first, first
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["ddp shared sft", "fsdp shared dpo"])
 def test_metrics_of_trl_are_those_of_all_samples_wherever_they_are_computed(
     name: str, ranks: list[Found], folder: Path
@@ -261,12 +291,14 @@ def test_metrics_of_trl_are_those_of_all_samples_wherever_they_are_computed(
     assert all(step["moved"] > 0 for step in steps_of(folder, name))
 
 
+@pytest.mark.wide
 def test_with_none_set_a_sharded_model_trains_bit_for_bit_as_with_trainer(ranks: list[Found]) -> None:
     off, stock = (of_run(f"fsdp {ours} llama", ranks) for ours in ("off", "stock"))
     assert off["logged"] == stock["logged"]
     assert off["digest"] == stock["digest"]
 
 
+@pytest.mark.wide
 def test_the_rank_with_the_least_memory_decides_on_the_size(ranks: list[Found]) -> None:
     """On the second, two samples of 24 tokens fit."""
     assert [rank["fsdp maximum llama"]["probed"] for rank in ranks] == [2, 2]
@@ -282,6 +314,7 @@ def test_a_sharded_model_grows_its_batch_and_goes_on_where_it_was_left(ranks: li
     assert_alike(grown["resumed"], grown)
 
 
+@pytest.mark.wide
 def test_the_first_rank_says_how_much_larger_a_batch_becomes(ranks: list[Found], tmp_path: Path) -> None:
     found = of_run("ddp asked llama", ranks)
     for rank in ranks:
@@ -290,6 +323,7 @@ def test_the_first_rank_says_how_much_larger_a_batch_becomes(ranks: list[Found],
     assert_alike(found, in_one_process(tmp_path, eight, per_device_train_batch_size=16, num_train_epochs=3))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["ddp short sft", "fsdp short dpo"])
 def test_two_processes_of_trl_train_as_before(name: str, ranks: list[Found]) -> None:
     found = of_run(name, ranks)
@@ -300,6 +334,7 @@ def test_two_processes_of_trl_train_as_before(name: str, ranks: list[Found]) -> 
     assert ranks[1][name]["recoveries"] > 0
 
 
+@pytest.mark.wide
 def test_what_is_predicted_of_a_sharded_step_is_what_it_takes(ranks: list[Found]) -> None:
     found = of_run("fsdp probed sft", ranks)
     assert found["search"] == "predict" and not found["warned"]
@@ -307,6 +342,7 @@ def test_what_is_predicted_of_a_sharded_step_is_what_it_takes(ranks: list[Found]
     assert_alike(found, of_run("ddp stock sft", ranks))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "rel"), [("recompute checkpointed", 1e-5), ("short float16", 5e-3)])
 def test_a_sharded_model_is_checkpointed_and_its_loss_scaled(
     name: str, rel: float, ranks: list[Found], tmp_path: Path
