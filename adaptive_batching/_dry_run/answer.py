@@ -225,15 +225,15 @@ class DryRun:
         if self.errors and code:
             error = self.errors[0]
             if error["text"].startswith(_OF_LAUNCHERS):  # of a script that has left no error of its own
-                return "the launcher's command failed, but not for want of the card's memory; its output is above"
+                return "the launcher's command failed, and not because memory ran out; its output is above"
             line = "" if error["line"] is None else f" ({error['line']})"
-            return f"the script failed, but not for want of the card's memory: {error['text']}{line}"
+            return f"the script failed, and not because memory ran out: {error['text']}{line}"
         if code:
             left = next(
                 (f", at {process['script']['exit']}" for process in self.processes if process["script"]["exit"]), ""
             )
             ended = f"the script ended with exit code {code}{left}"
-            return f"{ended}, but not for want of the card's memory; its output is above"
+            return f"{ended}, and not because memory ran out; its output is above"
         if self.worst is None:
             return "no process of the command used a CUDA device"
         return self._nothing_trained()

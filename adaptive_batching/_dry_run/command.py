@@ -229,10 +229,10 @@ def _checked(args: argparse.Namespace) -> Correction:
     asked += ["price"] if args.price else []
     if asked and (args.whole or not args.time):
         why = "--whole" if args.whole else "--no-time"
-        raise ConfigError(f"--{asked[0].replace('_', '-')} has no effect with {why}, which tells no time")
+        raise ConfigError(f"--{asked[0].replace('_', '-')} has no effect with {why}, which predicts no time")
     if asked and args.memory is not None:
         raise ConfigError(
-            f"--{asked[0].replace('_', '-')} has no effect with --memory: time is told of a card that is named "
+            f"--{asked[0].replace('_', '-')} has no effect with --memory: time is predicted for a card that is named "
             "(--gpu) or described (--card)"
         )
     return read_correction(args.correction)

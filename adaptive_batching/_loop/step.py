@@ -337,7 +337,7 @@ class AdaptiveStep(Generic[Sample]):
         counts, share = zip(*ranks.all_results(check), strict=True)
         if len(set(share)) > 1:
             raise ConfigError(
-                f"rank {share.index(True)} shares out the samples of a step and rank {share.index(False)} does not; "
+                f"samples are balanced over ranks on rank {share.index(True)} and not on rank {share.index(False)}; "
                 "give balance_ranks, and length or none, alike on all ranks"
             )
         if any(counts) and not all(counts):

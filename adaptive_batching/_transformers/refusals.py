@@ -267,12 +267,12 @@ def check_data(trainer: Any, *, shares: bool, grows: bool = False) -> None:
     if rebalances(args) and not shares:
         raise ConfigError(
             "train_sampling_strategy='batch_rebalance' makes batches of its own; set it to 'random', with which "
-            "several devices share out the samples of a step if micro_batch_size='auto' and balance_ranks is on"
+            "samples are balanced over devices if micro_batch_size='auto' and balance_ranks is on"
         )
     if rebalances(args):
         log.info(
-            "train_sampling_strategy='batch_rebalance' is not needed, and trains as 'random': samples are shared out "
-            "at the step"
+            "train_sampling_strategy='batch_rebalance' is not needed, and trains as 'random': samples are balanced "
+            "over devices in each step"
         )
     for key in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, key):

@@ -413,8 +413,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def _refuse_to_leave_out(self) -> torch.Tensor:
         raise ConfigError(
-            "data_collator leaves out samples, and devices share out those of a step, by whose number the loss is a "
-            "mean; leave them out of train_dataset, or set balance_ranks=False"
+            "data_collator leaves out samples, by whose number the loss is a mean, while samples are balanced over "
+            "devices; leave them out of train_dataset, or set balance_ranks=False"
         )
 
     def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:

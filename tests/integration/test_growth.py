@@ -66,6 +66,7 @@ def test_the_global_batch_stays_where_it_is_to_be_kept(tune_run: TuneRun) -> Non
     assert_close(kept, constant, epoch=3)
 
 
+@pytest.mark.wide
 @pytest.mark.serial
 def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards stay within what was found to fit, the gradients are those of the whole batch."""

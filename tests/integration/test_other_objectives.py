@@ -10,6 +10,7 @@ from tests.conftest import Run, TuneRun, assert_close
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import DOUBLE, RECOVER, SGD
 from tests.support.records import events
+from tests.support.wide import few
 
 FEW = [*SGD, "tokenizer.max_seq_len=96", "dataset.split=train[:48]", "epochs=1"]
 COMMON = {"lora_dpo": [*FEW, "loss.beta=2.0"], "kd": [*FEW, "clip_grad_norm=1.0"]}
@@ -28,7 +29,7 @@ def assert_same_metrics(ours: Run, theirs: Run, names: set[str]) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("size", ["2", "auto"])
+@pytest.mark.parametrize("size", few(["2", "auto"], "auto"))
 def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: TuneRun, baseline: TuneRun) -> None:
     common = [*COMMON[kind], "batch_size=6", "gradient_accumulation_steps=2"]
     whole = baseline(kind, *common, "micro_batch_size=6")  # stock's gradient of a distillation shrinks with its tokens
@@ -46,6 +47,7 @@ def test_a_distillation_in_parts_has_the_gradient_of_its_mean_loss(tune_run: Tun
     assert_close(tune_run("kd", *common, "kd_ratio=0.0", name="alone"), baseline("lora", *common), epoch=0)
 
 
+@pytest.mark.wide
 def test_metrics_of_a_step_are_those_of_all_its_pairs(tune_run: TuneRun, baseline: TuneRun) -> None:
     """Stock logs those of the last batch of a step, which are all where there is one; means of logits count padding."""
 
@@ -81,6 +83,7 @@ def test_a_step_whose_frozen_model_runs_out_of_memory_is_run_again(
     assert_close(recovered, undisturbed, epoch=0)
 
 
+@pytest.mark.wide
 @KINDS
 def test_the_batch_grows_to_what_a_probe_finds(kind: str, tune_run: TuneRun) -> None:
     run = tune_run(

@@ -21,6 +21,7 @@ from tests.support.overrides import DOUBLE, RECOVER
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import GENERATED, PPORun, ppo_run
 from tests.support.records import events, without_sizes
+from tests.support.wide import few
 
 PPO = Callable[..., PPORun]
 ONE_STEP = ["num_steps=8", "batch_size=8", "ppo_batch_size=8", "ppo_epochs=1", "forward_batch_size=4"]
@@ -65,7 +66,7 @@ OFF = {
 }
 
 
-@pytest.mark.parametrize("case", OFF)
+@pytest.mark.parametrize("case", few(OFF, "plain"))
 def test_off_gives_the_bits_of_the_stock_recipe(case: str, run: PPO) -> None:
     stock = run(*OFF[case], stock=True, name="stock")
     ours = run(*OFF[case], name="ours")
@@ -125,7 +126,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", few(FAULTS, "generating, down to one", "learning, backward"))
 def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
     fault: str, run: PPO, undisturbed: PPO, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_the_probe_leaves_no_trace(
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
 
 
+@pytest.mark.wide
 @pytest.mark.serial
 def test_a_probe_that_went_over_its_limit_leaves_no_trace(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuMeter, "fails_safely", True)  # as on a GPU

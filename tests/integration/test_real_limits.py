@@ -16,7 +16,7 @@ from tests.conftest import QUICKSTART, ROOT, Run, small_run
 from tests.support.environment import TAME_MALLOC
 from tests.support.overrides import RECOVER, WIDE
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.wide, pytest.mark.serial]
 
 PROBE = [
     "only_probes=True", "dataset.split=train[:300]", "extra_mib=150", "batch_size=1", "use_maximum_batch_size=True",

@@ -92,7 +92,7 @@ def test_the_rank_with_least_room_decides_how_many_samples_fit(kind: str, ranks:
         ("gathering", *["ConfigError: (loss communicates with other ranks|.* collectives that are not FSDP's)"] * 2),
         ("collated", "OtherRankError: on rank 1, ConfigError: samples is", "ConfigError: samples is a dict, which lo"),
         ("collating", "OtherRankError: on rank 1, KeyError: 'labels'", "KeyError: 'labels'"),
-        ("balanced", *["ConfigError: rank 0 shares out the samples of a step and rank 1 does not; give"] * 2),
+        ("balanced", *["ConfigError: samples are balanced over ranks on rank 0 and not on rank 1; give"] * 2),
         ("long", "DoesNotFitError: out of memory on another rank", "DoesNotFitError: out of memory with 1 sample of "),
         ("batch norm", *[r"ConfigError: max_tokens=32 would change the result: (module\.)?norm \(BatchNorm1d\)"] * 2),
         *((f"Centred, {most}", *["GradientsDifferError: the gradient of a batch in two "] * 2) for most in (64, None)),

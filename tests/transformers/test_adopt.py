@@ -132,6 +132,7 @@ def run_command(*command: str, **environment: str) -> Any:
     return subprocess.run(run, env=given, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.wide
 def test_a_command_trains_adaptively_or_as_it_would_with_a_line_that_says_why(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -12,6 +12,7 @@ from trl import DistillationTrainer
 from adaptive_batching import DoesNotFitError
 from adaptive_batching._transformers.distilled import distils
 from adaptive_batching.transformers import adopt
+from tests.support.wide import few
 from tests.transformers.generating import (
     BATCH,
     difference,
@@ -51,7 +52,7 @@ def assert_as(stock: Any, ours: Any) -> None:
     assert max(logs_off(stock.seen_logs, ours.seen_logs).values()) < 1e-4
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, "jsd", "lora", "checkpointed"))
 def test_updates_and_logs_are_those_of_trl(name: str, stock: Any, tmp_path: Path) -> None:
     for number, ours in enumerate((AUTO, {"micro_batch_size": 3})):
         trainer = trained(tmp_path / str(number), ours, name)

@@ -17,6 +17,7 @@ import transformers
 from adaptive_batching import ConfigError
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.support.changing import described, random_numbers
+from tests.support.wide import few
 from tests.transformers import strangers, trainers
 from tests.transformers.strangers import HABITS, Habit
 
@@ -134,7 +135,17 @@ def check(habit: Habit, folder: Path, size: int | str) -> None:
     assert ours.random == stock.random
 
 
-@pytest.mark.parametrize("name", HABITS)
+NARROW = (
+    "Llama", "LoRA with a head that is trained", "batch norm", "an average in an attribute", "class weights of tokens",
+    "label smoothing by hand", "NEFTune", "mean over padding", "mean of means", "two means over different numbers",
+    "distillation", "contrastive", "R-Drop", "gradient penalty", "a step of its own", "two steps",
+    "a teacher that follows",
+    "a collator that draws", "every fifth sample has targets, and a mean", "an optimizer in backward",
+    "layers that thaw, and an average of weights",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(HABITS, *NARROW))
 def test_a_habit_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> None:
     check(HABITS[name], tmp_path, HABITS[name].size)
 
