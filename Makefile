@@ -89,7 +89,7 @@ ITSELF_swift := ms-swift==4.6.0 attrdict cpm-kernels oss2 transformers-stream-ge
 
 .SECONDARY:
 test-stacks: $(call stacks,stack,oldest axolotl torch)  ## Tests of Trainer with older versions, and with the oldest torch
-	$(call run_stacks,$(STACK_TESTS))
+	$(call run_stacks,-m 'not slow' $(STACK_TESTS))
 	PYTHONPATH=. $(VENV)-torch/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/loop/test_step.py tests/test_state.py
 
 test-stacks-all: $(call stacks,framework,axolotl llamafactory swift)  ## axolotl, LLaMA-Factory and ms-swift themselves

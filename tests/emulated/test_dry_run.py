@@ -119,6 +119,7 @@ def test_workspaces_of_cublas_are_named_whatever_their_size(tmp_path: Path) -> N
     assert found["peak"]["categories"]["cuBLAS workspaces"] == 2 * 16 * MIB  # one of each thread that computes
 
 
+@pytest.mark.wide
 def test_the_largest_batch_size_that_fits_is_found_by_dry_runs(tmp_path: Path) -> None:
     """Of a batch that holds 100 MiB a row, eight rows fit in a GiB beside CUDA's context, and nine do not."""
     code = """
@@ -340,6 +341,7 @@ while True:
     assert (found["fits"], found["steps"], found["backward_passes"]) == (True, 0, 3)
 
 
+@pytest.mark.wide
 def test_a_script_that_takes_no_step_is_stopped_in_time_and_its_peak_is_told(tmp_path: Path) -> None:
     code = "import time\nmodel = make(2)\ntime.sleep(300)"
     found, _ = dry_run(tmp_path, "--memory", "24", "--max-seconds", "25", code=code)

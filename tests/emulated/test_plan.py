@@ -51,7 +51,7 @@ class Row:
     length: int = 256
     devices: int = 1
     memory: str = MEMORY
-    is_slow: bool = False
+    mark: str = "slow"
 
     def __str__(self) -> str:
         return "-".join([self.recipe, Path(self.config).name, *(each.split("=")[0] for each in self.overrides[:2])])
@@ -61,29 +61,33 @@ FULL, LORA = "quickstart/full_single_device", "quickstart/lora_single_device"
 CHECKPOINTED = ("enable_activation_checkpointing=True", "gradient_accumulation_steps=4")
 OF = {kind: tuple(overrides) for kind, (_, _, overrides) in OTHERS.items()}
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null")
-OF_1B: Any = {"length": 512, "memory": "8GiB", "is_slow": True}
+OF_1B: Any = {"length": 512, "memory": "8GiB"}
 ROWS = [
-    Row("full_finetune_single_device", FULL),
-    Row("full_finetune_distributed", FULL, devices=2),
-    Row("lora_finetune_single_device", LORA, CHECKPOINTED, is_slow=True),
-    Row("full_finetune_single_device", FULL, IN_BACKWARD, is_slow=True),
-    Row("full_finetune_single_device", FULL, ("gradient_accumulation_steps=3",), is_slow=True),
-    Row("lora_finetune_distributed", LORA, devices=2, is_slow=True),
-    Row("full_finetune_distributed", FULL, devices=4, is_slow=True),
-    Row("lora_dpo_single_device", "quickstart/lora_dpo_single_device", is_slow=True),
-    Row("lora_dpo_distributed", "quickstart/lora_dpo_single_device", devices=2, is_slow=True),
-    Row("full_dpo_distributed", "quickstart/lora_dpo_single_device", OF["full_dpo"], devices=2, is_slow=True),
-    Row("knowledge_distillation_single_device", LORA, OF["kd"], is_slow=True),
-    Row("knowledge_distillation_distributed", LORA, OF["kd"], devices=2, is_slow=True),
-    Row("qat_distributed", FULL, OF["qat"], devices=2, is_slow=True),
-    Row("qat_lora_finetune_distributed", LORA, OF["qat_lora"], devices=2, is_slow=True),
+    Row("full_finetune_single_device", FULL, mark=""),
+    Row("full_finetune_distributed", FULL, devices=2, mark="wide"),
+    Row("lora_finetune_single_device", LORA, CHECKPOINTED),
+    Row("full_finetune_single_device", FULL, IN_BACKWARD),
+    Row("full_finetune_single_device", FULL, ("gradient_accumulation_steps=3",)),
+    Row("lora_finetune_distributed", LORA, devices=2),
+    Row("full_finetune_distributed", FULL, devices=4),
+    Row("lora_dpo_single_device", "quickstart/lora_dpo_single_device"),
+    Row("lora_dpo_distributed", "quickstart/lora_dpo_single_device", devices=2),
+    Row("full_dpo_distributed", "quickstart/lora_dpo_single_device", OF["full_dpo"], devices=2),
+    Row("knowledge_distillation_single_device", LORA, OF["kd"]),
+    Row("knowledge_distillation_distributed", LORA, OF["kd"], devices=2),
+    Row("qat_distributed", FULL, OF["qat"], devices=2),
+    Row("qat_lora_finetune_distributed", LORA, OF["qat_lora"], devices=2),
     Row("lora_finetune_single_device", "llama3_2/1B_lora_single_device", ("batch_size=1",), **OF_1B),
     Row("lora_finetune_distributed", "llama3_2/1B_lora", ("batch_size=1",), devices=2, **OF_1B),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=f"{row}-{row.devices}", marks=[pytest.mark.slow] * row.is_slow) for row in ROWS]
+    "row",
+    [
+        pytest.param(row, id=f"{row}-{row.devices}", marks=getattr(pytest.mark, row.mark) if row.mark else [])
+        for row in ROWS
+    ],
 )
 def test_the_largest_batch_of_a_plan_is_the_largest_that_trains_there(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +155,7 @@ def test_what_does_not_fit_is_said_with_what_holds_the_memory(tmp_path: Path) ->
     assert "held by" in out and "--levers tries what takes less" in out
 
 
+@pytest.mark.wide
 def test_a_batch_above_the_largest_does_not_fit_and_without_a_length_the_data_are_asked_for(tmp_path: Path) -> None:
     above = planned(tmp_path, FULL, *SMALL, "batch_size=400", "--memory", MEMORY, "--sequence-length", "256")
     assert above["answer"] == "does not fit" and 1 < above["largest_micro_batch"] < 400

@@ -14,6 +14,7 @@ from tests.support.overrides import RECOVER, VALIDATE
 from tests.support.power_cut import FUNCTION, copying
 from tests.support.ppo import ppo_run
 from tests.support.records import events
+from tests.support.wide import few
 
 ON_DEVICE = ["device=cuda", "dtype=bf16"]
 PPO = ["stop_token_ids=[2,3]"]  # with many, torch sorts them, and nothing is sorted here
@@ -24,7 +25,7 @@ VALIDATES = {"full", "lora", "kd"}
 Start = Callable[..., Run]
 
 
-@pytest.fixture(params=[*RECIPES, "ppo"])
+@pytest.fixture(params=few([*RECIPES, "ppo"], "full"))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -13,6 +13,7 @@ from tests.conftest import Run, TuneRun
 from tests.support.device_steps import in_use
 from tests.support.overrides import DOUBLE
 from tests.support.records import events
+from tests.support.wide import few
 
 ON_DEVICE = ["device=cuda", "dtype=bf16", "dataset.split=train[:64]", "epochs=1"]
 LIMIT = "adaptive_batching.memory_limit=1GiB"
@@ -36,7 +37,7 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", EXPECTED)
+@pytest.mark.parametrize("setting", few(EXPECTED, "auto", "growth within memory"))
 def test_a_setting_does_on_the_device_what_it_does_elsewhere(setting: str, tune_run: TuneRun) -> None:
     overrides, found, expected = EXPECTED[setting]
     assert found(tune_run("full", *ON_DEVICE, *overrides)) == expected
@@ -51,7 +52,7 @@ OF_TORCHTUNE = {
 }
 
 
-@pytest.mark.parametrize("setting", OF_TORCHTUNE)
+@pytest.mark.parametrize("setting", few(OF_TORCHTUNE, "offloading"))
 def test_a_run_probes_and_trains_with_a_setting_of_torchtunes(setting: str, tune_run: TuneRun) -> None:
     bound = ["adaptive_batching.max_batch_size=8", "dataset.split=train[:400]", "max_steps_per_epoch=8"]
     run = tune_run("full", *ON_DEVICE, *PROBE, *bound, *OF_TORCHTUNE[setting])

@@ -183,6 +183,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(run_all, folder, RUNS, folder=folder, forks=False)
 
 
+@pytest.mark.wide
 @pytest.mark.xdist_group("trainer_on_ranks")
 @pytest.mark.parametrize("name", RUNS)
 def test_where_one_of_two_devices_is_full_both_run_the_step_again(name: str, ranks: list[dict[str, Any]]) -> None:

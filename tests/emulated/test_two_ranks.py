@@ -17,8 +17,17 @@ ALL = (*KINDS, *OTHERS)
 
 
 @of_launch("devices")
-@pytest.mark.parametrize("kind", ALL)
-def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(kind: str, finished: Finished) -> None:
+def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(finished: Finished) -> None:
+    assert_goes_on("full", finished)
+
+
+@of_launch("devices_others")
+@pytest.mark.parametrize("kind", ALL[1:])
+def test_so_does_every_other_recipe(kind: str, finished: Finished) -> None:
+    assert_goes_on(kind, finished)
+
+
+def assert_goes_on(kind: str, finished: Finished) -> None:
     whole, resumed = finished(f"{kind}_steps_whole"), finished(f"{kind}_steps")
     [probe] = events(whole, "probe")
     assert (probe["search"], probe["batch_size"], probe["reason"]) == ("predict", 8, "max_batch_size=8")
@@ -43,7 +52,7 @@ def ends_of(run: Run) -> list[StepEnd]:
     return [StepEnd(Counters(**end["asked"]), end["allocated_bytes"], end["reserved_bytes"]) for end in noted]
 
 
-@of_launch("devices")
+@of_launch("devices_others")
 @pytest.mark.parametrize("fields", ["recovers", "probed"])
 def test_a_step_with_fake_quantizers_asks_no_more_of_the_device_than_stocks(fields: str, finished: Finished) -> None:
     stocks, ours = (ends_of(finished(f"qat_{name}")) for name in ("stock", fields))

@@ -21,6 +21,7 @@ from tests.integration.faults import disarm, plan
 from tests.support.overrides import RECOVER
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events, without_sizes
+from tests.support.wide import few
 
 RESUME = "resume_from_checkpoint=True"
 # 100 samples: 13 steps of 4 and 6 of 8 in the first epoch, then 6 of 16; cut off before the 23rd is saved.
@@ -57,7 +58,7 @@ def folders(run: Run) -> list[str]:
     return [path.name + ("*" if (path / "recipe_state.pt").exists() else "") for path in found]
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", few(RUNS, "full", "packs that are split and gathered"))
 def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:
@@ -202,8 +203,8 @@ def file_of(what: str) -> tuple[Any, str]:
     return (_checkpointer, "save_file") if what == "weights" else (torch, "save")
 
 
-@pytest.mark.parametrize("what", ["weights", "state"])
-@pytest.mark.parametrize("case", FULL)
+@pytest.mark.parametrize("what", few(["weights", "state"], "state"))
+@pytest.mark.parametrize("case", few(FULL, "steps"))
 def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
     what: str, case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:
@@ -231,7 +232,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
 
 
 @pytest.mark.parametrize(("what", "error"), [("weights", KeyboardInterrupt), ("state", RuntimeError)])
-@pytest.mark.parametrize("case", FULL)
+@pytest.mark.parametrize("case", few(FULL, "steps"))
 def test_a_run_that_ends_while_it_saves_goes_on_from_the_checkpoint_before(
     what: str, error: type[BaseException], case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:

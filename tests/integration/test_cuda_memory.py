@@ -24,6 +24,7 @@ from tests.support.overrides import RECOVER, SGD, VALIDATE
 from tests.support.ppo import ppo_run
 from tests.support.ranks import run_ranks
 from tests.support.records import events
+from tests.support.wide import few
 
 pytestmark = pytest.mark.cuda
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -99,7 +100,7 @@ def test_a_validation_leaves_training_and_its_peaks_of_memory_alone(tune_run: Tu
 
 
 @on_cuda
-@pytest.mark.parametrize("way", ["probed", "split"])
+@pytest.mark.parametrize("way", few(["probed", "split"], "split"))
 def test_packed_data_under_flex_attention_keep_to_few_sizes(
     way: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def waits(run: Callable[[], object]) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.wide
 @on_cuda
 def test_no_micro_batch_of_ppo_waits_for_the_device(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,7 @@ KEEP = ["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True
 LONG = ["epochs=1", "dataset.split=train[:120]", "batch_size=24", "tokenizer.max_seq_len=256"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("overrides", "candidates", "epochs"),
     [

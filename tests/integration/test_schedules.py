@@ -17,6 +17,7 @@ from tests.conftest import TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
 from tests.support.overrides import VALIDATE
 from tests.support.records import events
+from tests.support.wide import few
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "step": {"every": 0.5},
@@ -34,7 +35,7 @@ COMMON = [
 REPLACED = {"lr_scheduler": {**(SCHEDULES["stepwise"] or {}), "steps": 18}}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", few(FUNCTIONS, "on_plateau of val_loss"))
 def test_a_resumed_run_equals_the_uninterrupted_one(
     name: str, tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,15 +295,24 @@ OTHERS: dict[str, tuple[str, str, Sequence[str]]] = {
 
 
 def runs_on_devices(run: Runner) -> None:
-    """Every recipe over NCCL: probed, grown, validated, saved within an epoch and resumed; what QAT's steps ask for."""
-    for kind in (*KINDS, *OTHERS):
-        validate = [] if kind.endswith("dpo") else [*VALIDATE, "run_val_every_n_steps=4"]
-        run_in_two(run, kind, *ON_DEVICE, *validate, "use_maximum_batch_size=True")
+    """A recipe over NCCL: probed, grown, validated, saved within an epoch and resumed; and out of memory."""
+    run_all_on_devices(run, "full")
+    few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS)), *RECOVER]
+    run("full", "recovered", *few, faults=list(FAULTS.values()))
+
+
+def run_all_on_devices(run: Runner, kind: str) -> None:
+    validate = [] if kind.endswith("dpo") else [*VALIDATE, "run_val_every_n_steps=4"]
+    run_in_two(run, kind, *ON_DEVICE, *validate, "use_maximum_batch_size=True")
+
+
+def runs_of_others_on_devices(run: Runner) -> None:
+    """The same of every other recipe; what QAT's steps ask for."""
+    for kind in (*KINDS[1:], *OTHERS):
+        run_all_on_devices(run, kind)
     for name, fields in {"stock": [], "recovers": RECOVER, "probed": ["use_maximum_batch_size=True"]}.items():
         common = [*ON_DEVICE, samples(160), "adaptive_batching.max_batch_size=4"]
         run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
-    few = [*ON_DEVICE, *SGD, model("full"), ACCUMULATE, samples(16 * len(FAULTS)), *RECOVER]
-    run("full", "recovered", *few, faults=list(FAULTS.values()))
 
 
 def runs_of_many_steps(run: Runner) -> None:
@@ -452,6 +461,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "growth": runs_that_grow,
     "others": runs_of_other_recipes,
     "devices": runs_on_devices,
+    "devices_others": runs_of_others_on_devices,
     "devices_level": runs_of_many_steps,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,

@@ -17,7 +17,7 @@ from tests.support.ranks import start_ranks
 Finished = Callable[[str], Run]
 Test = TypeVar("Test", bound=Callable[..., None])
 
-NARROW = ("split", "growth")
+NARROW = ("split", "growth", "devices")
 """Launches that ``make test`` makes; tests of others are wide."""
 
 

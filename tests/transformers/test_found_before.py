@@ -96,6 +96,7 @@ def test_each_model_of_model_init_has_its_own(memory: Memory, tmp_path: Path, ca
     assert "model.model.names, shapes and dtypes" in lines(caplog)[0] and memory.probed == [8, 8]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("arguments", [AUTO, MAXIMUM], ids=["auto", "maximum"])
 def test_a_resumed_run_equals_the_uninterrupted_one_whatever_memory_there_is(
     arguments: AdaptiveArguments, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture

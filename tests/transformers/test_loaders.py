@@ -62,7 +62,7 @@ def assert_same_batches(ours: list[Any], theirs: list[Any]) -> None:
     [
         {},
         {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2},
-        {"dataloader_num_workers": 1, "num_train_epochs": 1},
+        pytest.param({"dataloader_num_workers": 1, "num_train_epochs": 1}, marks=pytest.mark.wide),
     ],
     ids=str,
 )

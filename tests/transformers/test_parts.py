@@ -61,13 +61,13 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, tmp_path: Path)
     "settings",
     [
         {"gradient_accumulation_steps": 3},
-        {"gradient_accumulation_steps": 3, "max_steps": 5},
+        pytest.param({"gradient_accumulation_steps": 3, "max_steps": 5}, marks=pytest.mark.wide),
         {"gradient_accumulation_steps": 2, "num_train_epochs": 2.5},
         {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
         {"gradient_checkpointing": True},
         {"train_sampling_strategy": "group_by_length"},
-        {"max_grad_norm": 0.1},
-        {"dataloader_num_workers": 1, "num_train_epochs": 1},
+        pytest.param({"max_grad_norm": 0.1}, marks=pytest.mark.wide),
+        pytest.param({"dataloader_num_workers": 1, "num_train_epochs": 1}, marks=pytest.mark.wide),
     ],
     ids=str,
 )

@@ -124,7 +124,7 @@ METRICS = {
 @pytest.mark.parametrize(
     ("kind", "settings", "ours"),
     [
-        *((*case, "auto") for case in CASES),
+        *(pytest.param(*case, "auto", marks=[pytest.mark.wide] if case[1] else []) for case in CASES),
         *((kind, {}, ours) for kind in ("SFT", "DPO", "Reward") for ours in (3, None)),
     ],
     ids=str,

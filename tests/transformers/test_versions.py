@@ -21,6 +21,10 @@ from tests.transformers import strangers, trainers
 HERE = Version(transformers.__version__)
 
 
+# With other versions they run all the same: `make test-stacks`.
+pytestmark = pytest.mark.wide
+
+
 @pytest.fixture(params=["auto", 3])
 def ours(request: pytest.FixtureRequest) -> AdaptiveArguments:
     return AdaptiveArguments(micro_batch_size=request.param)
