@@ -40,9 +40,9 @@ def reporting(state: State, *others: Any) -> Iterator[None]:
     if changes:
         more = f" and {len(changes) - _MOST_NAMED} more" if len(changes) > _MOST_NAMED else ""
         log.warning(
-            "samples have run that are no step of training, and what that has changed is not put back: %s%s. If that "
-            "matters, give state=[...] objects that have it, with state_dict and load_state_dict, or keep it in "
-            "buffers of a module",
+            "your code has run outside training steps, in checks or a probe, and these side effects were not undone: "
+            "%s%s. If they matter, pass the objects that hold them in state=[...], with state_dict and load_state_dict, "
+            "or keep the values in buffers of a module",
             ", ".join(changes[:_MOST_NAMED]), more,
         )  # fmt: skip
 

@@ -249,6 +249,11 @@ def nearest_path(path: str) -> str:
     return f"{module}.{match[0]}" if match else ""
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 sample``, ``2,048 samples``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its kind."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Your own loop, adaptive: it finds what fits, trains without padding to it, and runs out of memory on purpose.
+"""Your own loop, adaptive: it finds the largest batch that fits, trains, and runs out of memory on purpose.
 
 pip install .
 python examples/plain_loop.py            # on a CPU, or on a GPU if there is one, in seconds

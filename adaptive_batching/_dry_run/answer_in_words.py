@@ -10,7 +10,7 @@ from adaptive_batching._dry_run.answer import DryRun
 from adaptive_batching._dry_run.time.forecast import NO_LENGTH, RunLength
 from adaptive_batching._dry_run.times import time_in_words
 from adaptive_batching._dry_run.verdict import Answer
-from adaptive_batching._values import DRY_RUN, memory_size
+from adaptive_batching._values import DRY_RUN, memory_size, plural
 
 SHOWN = 2**16  # bytes that are told of a kind
 MOST_FRAMES = 8  # of a stack that words show
@@ -25,7 +25,7 @@ _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 def in_words(run: DryRun, length: RunLength = NO_LENGTH) -> list[str]:
     """Return the answer in lines."""
     worst, seconds = run.worst, f"{run.ending.seconds:.0f} s"
-    steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
+    steps = plural(run.steps, "step")
     if run.passes and not run.steps:
         steps = f"{run.passes} backward pass{'' if run.passes == 1 else 'es'}"
     if run.answer is Answer.CANNOT_TELL:
@@ -123,7 +123,7 @@ def _how_it_ended(run: DryRun) -> list[str]:
         )
         lines.append(_row("no step", f"no optimizer of torch.optim took one; {kept}"))
     if is_answered and run.steps and not run.was_stopped:
-        lines.append(_row("ended", f"by itself, after {run.steps} step{'' if run.steps == 1 else 's'}"))
+        lines.append(_row("ended", f"by itself, after {plural(run.steps, 'step')}"))
     if is_answered and run.was_stopped:
         lines.append(_row("not run", "what follows, such as an evaluation or a checkpoint; --whole runs all of it"))
 

@@ -48,17 +48,22 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     by_line = {(LIMITS[limit], where): took for limit, of in step.lines.items() for where, took in of.items() if where}
     for limit, where in sorted(by_line, key=lambda one: -by_line[one])[:MOST_LINES]:
         lines.append(("", f"{in_seconds(by_line[limit, where]):>11}  {limit}, {where}"))
-    known = f"no published run of this kind ({forecast.kind}) to hold it against"
+    known = f"no published run of this kind ({forecast.kind}) to compare with"
     if forecast.accuracy is not None and forecast.between is not None:
         low, high = map(in_seconds, forecast.between)
-        known = f"{low} to {high}, as nine in ten published runs do ({forecast.kind})"
+        known = f"{low} to {high}, where 90 % of published runs lie ({forecast.kind})"
         if not forecast.accuracy.knows(forecast.card):
-            known = f"{low} to {high}, as nine in ten do on a new card ({forecast.kind}; none was on {forecast.card})"
+            known = f"{low} to {high}, where 90 % lie on a new card ({forecast.kind}; none was on {forecast.card})"
     lines.append(("within", known))
     if forecast.on_slow_host > WORTH_SAYING * step.seconds:
         of_slow, usual = (round(1e6 * CONSTANTS.launch * factor) for factor in (SLOW_HOST, 1))
         took = in_seconds(forecast.on_slow_host)
-        lines.append(("slow host", f"{took} where an operation takes it {of_slow} us, as it took one, and not {usual}"))
+        lines.append(
+            (
+                "slow host",
+                f"{took} if the CPU takes {of_slow} us to launch an operation, as was seen, in place of {usual}",
+            )
+        )
     if forecast.uncounted:
         names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())
         lines.append(("longer", f"these take longer than is known: {names}"))

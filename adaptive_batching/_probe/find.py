@@ -36,7 +36,7 @@ from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._state import State
-from adaptive_batching._values import ConfigError, memory_size
+from adaptive_batching._values import ConfigError, memory_size, plural
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def find_largest(
         raise DoesNotFitError(search.why_nothing_fits(remedy))
     batch_size, reason = sizes.largest, "memory" if sizes.largest != candidates[-1] else request.upper_reason
     result = ProbeResult(
-        batch_size, "larger forwards would gain little" if enough else reason, int(sizes.budget_bytes),
+        batch_size, "larger forward passes would gain little" if enough else reason, int(sizes.budget_bytes),
         meter.total_bytes, config.search, time.perf_counter() - start, sizes.measurements,
         predicted=_predicted(sizes, enough), enough=enough,
         exact=_unrounded(sizes) if request.rounds and not enough else None,
@@ -281,16 +281,16 @@ def _log_result(result: ProbeResult) -> None:
     if result.enough is not None:
         peak = max((at for size, at in result.predicted if size <= result.enough), default=result.peak_bytes)
         log.info(
-            "forwards of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
-            "with %d training steps of up to %d samples",
-            result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size
+            "forward passes of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
+            "with %s of up to %s",
+            result.enough, memory_size(peak), budget, result.seconds, plural(result.num_steps, "training step"),
+            plural(batch_size, "sample"),
         )  # fmt: skip
         return
     log.info(
-        "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
-        "memory",
+        "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %s, %d out of memory",
         batch_size, result.bound, memory_size(result.peak_bytes), budget,
-        result.seconds, result.num_steps, result.num_out_of_memory
+        result.seconds, plural(result.num_steps, "training step"), result.num_out_of_memory,
     )  # fmt: skip
 
 

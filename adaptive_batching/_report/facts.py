@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from adaptive_batching._report.events import Event, Row, Run, balance_of, by_dataset, rows_of
-from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
+from adaptive_batching._values import ConfigError, MemoryAmount, memory_size, plural
 
 NOT_RECORDED = "not recorded"
 
@@ -57,10 +57,6 @@ def moment(iso: str) -> str:
 
 def loss(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 0.1 or not math.isfinite(value) else f"{value:.3g}"
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
 def from_to(first: str, last: str) -> str:
@@ -211,7 +207,7 @@ def reason(row: Row, before: Row | None, config: Mapping[str, Any]) -> str:
 
 def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
     if probe is not None and probe["enough"] is not None:
-        return f"{count(probe['enough'])} or more", "larger forwards would gain little"
+        return f"{count(probe['enough'])} or more", "larger forward passes would gain little"
     if probe is not None:
         length = count(probe["sequence_length"])
         return count(probe["batch_size"]), f"samples of {length} tokens, bound by {bound(probe)}"
@@ -312,7 +308,7 @@ def probe_in_words(probe: Event) -> list[str]:
     took = memory_size(peaks[probe["batch_size"]])
     if probe["enough"] is not None:
         return [
-            f"Forwards of up to {plural(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones "
+            f"Forward passes of up to {plural(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones "
             f"would gain little. At most {count(probe['batch_size'])} have run, which took {took} of {budget}.",
             how,
         ]

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
-from adaptive_batching._values import memory_size
+from adaptive_batching._values import memory_size, plural
 
 MIB, GIB = 2**20, 2**30
 _COLOURS = 8  # of runs
@@ -183,7 +183,7 @@ def errors(run: Run) -> list[Html]:
     shown = []
     for error in run.events["error"]:
         where = f" on rank {error['rank']}" if begun.get("ranks", 1) > 1 else ""
-        after = f"after {say.plural(last.get('step', 0), 'optimizer step')}"
+        after = f"after {plural(last.get('step', 0), 'optimizer step')}"
         shown.append(tag("p", f"{error['type']}{where}, {say.moment(error['time'])}, {after}."))
         if error["message"]:
             shown.append(tag("pre", error["message"], class_="error", tabindex="0"))
@@ -210,9 +210,9 @@ def training(runs: list[Run], curves: list[Curves]) -> list[Html]:
     ]
     keys = [tag("li", tag("span", class_=f"mark {mark}"), tag("span", says)) for mark, says, there in marks if there]
     most = max(curve.steps_per_point for curve in curves)
-    notes = [f"Each point is the mean of up to {say.plural(most, 'step')}."] if most > 1 else []
+    notes = [f"Each point is the mean of up to {plural(most, 'step')}."] if most > 1 else []
     trends = [curve.steps_of_trend for curve in curves if "trend" in curve.columns]
-    notes += [f"The running mean covers {say.plural(max(trends), 'step')}."] if trends else []
+    notes += [f"The running mean covers {plural(max(trends), 'step')}."] if trends else []
     notes.append("Drag over a chart to zoom into all of them; double-click to reset.")
     below = tag("p", " ".join(notes), class_="hint")
     return [tag("ul", *keys, class_="keys"), tag("div", *figures, class_="charts"), below]

@@ -23,7 +23,7 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
             memory = f"predicted {memory_size(at)} of {budget}, not measured at full size"
         lines = [
-            ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
+            ("forward passes", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
             ("memory", memory),
         ]
     else:

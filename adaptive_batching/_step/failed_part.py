@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptive_batching._values import memory_size
+from adaptive_batching._values import memory_size, plural
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Words:
 def describe(failed: FailedPart, words: Words) -> str:
     """Return the size of a part: ``3 samples of up to 40 tokens``."""
     up_to = "" if failed.longest is None else f" of up to {failed.longest} tokens"
-    return f"{failed.samples} {words.noun}{'s' if failed.samples > 1 else ''}{up_to}"
+    return f"{plural(failed.samples, words.noun)}{up_to}"
 
 
 def single(failed: FailedPart, words: Words, *, is_split: bool) -> str:
@@ -110,7 +110,9 @@ def over_the_batch(module: str, words: Words) -> str:
 def in_every_step(words: Words) -> str:
     """Say that every step has to run again, and what helps."""
     helps = sentence(words.smaller_parts or words.smaller_batch)
-    return f"every step first runs out of memory: training crawls. {helps}, or {words.less_memory}"
+    return (
+        f"every step runs out of memory before it succeeds, which makes training slow. {helps}, or {words.less_memory}"
+    )
 
 
 def again_in_parts(failed: FailedPart | None, max_tokens: int | None, unit: str) -> str:

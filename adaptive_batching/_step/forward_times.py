@@ -51,7 +51,7 @@ class ForwardTimes:
         gain = self.samples_left * fixed * (1 / small - 1 / large)
         if cost > gain:
             log.info(
-                "forwards of up to %d samples will do: trials of larger ones would take about %.0f s, and gain %.0f s "
+                "forward passes of up to %d samples suffice: to try larger ones would take about %.0f s, and gain %.0f s "
                 "in the rest of the run at the most", small, cost, gain
             )  # fmt: skip
         return cost <= gain

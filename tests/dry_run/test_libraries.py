@@ -133,7 +133,7 @@ def named(script: Script) -> str:
 @pytest.mark.parametrize(
     "script",
     [
-        *(pytest.param(s, id=named(s)) for s in FAST),
+        *(pytest.param(s, id=named(s), marks=pytest.mark.wide if s.ranks > 1 else []) for s in FAST),
         *(pytest.param(s, id=named(s), marks=pytest.mark.slow) for s in SLOW),
     ],
 )

@@ -216,7 +216,7 @@ def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_add
     forecast = Forecast(step, "L40S", "one device", 1, samples=8, tokens=8192, uncounted={"linalg_qr": 2})
     said = dict(reversed(time_in_words(forecast, RunLength(steps=1000, price=2.0))))
     assert "a step, " in said["time"] and "tokens/s: matrix products " in said["time"]
-    assert said["within"].endswith("as nine in ten published runs do (one device)")
+    assert said["within"].endswith("where 90 % of published runs lie (one device)")
     elsewhere = replace(forecast, card="RTX 5090")
     assert dict(time_in_words(elsewhere, RunLength()))["within"].endswith("(one device; none was on RTX 5090)")
     assert forecast.between and elsewhere.between
@@ -225,7 +225,7 @@ def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_add
     lows, highs = zip(*(each.between or () for each in (forecast, measured, elsewhere)), strict=True)
     assert [*lows] == sorted(lows, reverse=True) and [*highs] == sorted(highs)
     slow = dict(time_in_words(replace(forecast, on_slow_host=2 * step.seconds), RunLength()))
-    assert slow["slow host"].endswith("where an operation takes it 33 us, as it took one, and not 10")
+    assert slow["slow host"].endswith("if the CPU takes 33 us to launch an operation, as was seen, in place of 10")
     assert "slow host" not in dict(time_in_words(replace(forecast, on_slow_host=1.05 * step.seconds), RunLength()))
     assert "linalg_qr (2)" in said["longer"] and " hours for " in said["in all"]
     for length in (RunLength(epochs=1), RunLength(tokens=10)):

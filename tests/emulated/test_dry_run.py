@@ -253,7 +253,10 @@ for step in range(9):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import torch; torch.zeros(1).cuda(); 1 / 0", "the card's memory: ZeroDivisionError: division by zero"),
+        (
+            "import torch; torch.zeros(1).cuda(); 1 / 0",
+            "not because memory ran out: ZeroDivisionError: division by zero",
+        ),
         ("import torch; torch.empty(2**55)", "because the host ran out of memory"),
         ("import torch, os; torch.zeros(1).cuda(); os.kill(os.getpid(), 9)", "the host ran out of memory"),
     ],

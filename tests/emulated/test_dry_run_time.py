@@ -102,6 +102,7 @@ for step in range(100):
     assert least < products < 1.2 * least
 
 
+@pytest.mark.wide
 def test_cards_and_sizes_are_compared(tmp_path: Path) -> None:
     code = "import sys\n" + BIG.replace(f"rows={ROWS}", "rows=int(sys.argv[1])")
     (tmp_path / "train.py").write_text(MODEL + code)

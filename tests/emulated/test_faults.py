@@ -283,6 +283,7 @@ def test_so_it_is_on_the_other_on_both_and_in_other_recipes(inputs: Path, tmp_pa
     assert assert_survived_on_both(inputs, tmp_path, *names) > 200
 
 
+@pytest.mark.wide
 def test_an_update_that_runs_out_of_memory_on_one_rank_ends_both_in_one_line(inputs: Path, tmp_path: Path) -> None:
     done = on_two_ranks(inputs, tmp_path, "update_on_1")
     assert done.returncode != 0

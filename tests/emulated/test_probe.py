@@ -140,6 +140,7 @@ def test_what_is_probed_is_what_training_reserves_states_that_its_first_step_mak
     assert answer["makes_states"] and answer["step_peaks"][1:] == [found.reserved[-1]] * 2
 
 
+@pytest.mark.wide
 def test_lengths_that_vary_strain_the_allocator_in_few_steps_at_the_answer(llama_1b: Path, tmp_path: Path) -> None:
     data = {"_component_": "tests.emulated.samples.Samples", "samples": 2000, "tokens": 1024, "varies": True}
     found = probed("LoRA", llama_1b, tmp_path / "probed", dataset=data)

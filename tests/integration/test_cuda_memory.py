@@ -24,7 +24,6 @@ from tests.support.overrides import RECOVER, SGD, VALIDATE
 from tests.support.ppo import ppo_run
 from tests.support.ranks import run_ranks
 from tests.support.records import events
-from tests.support.wide import few
 
 pytestmark = pytest.mark.cuda
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -100,7 +99,8 @@ def test_a_validation_leaves_training_and_its_peaks_of_memory_alone(tune_run: Tu
 
 
 @on_cuda
-@pytest.mark.parametrize("way", few(["probed", "split"], "split"))
+@pytest.mark.wide
+@pytest.mark.parametrize("way", ["probed", "split"])
 def test_packed_data_under_flex_attention_keep_to_few_sizes(
     way: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

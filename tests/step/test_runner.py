@@ -118,7 +118,7 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(caplog: pytest.
     # First half; then what has fitted before runs as it was, with an eighth less, and with half of that; then so again,
     # but that an eighth less is enough.
     assert recoveries == [1, 4, 6]
-    assert caplog.text.count("training crawls. ") == caplog.text.count(", or train less") == 1
+    assert caplog.text.count("which makes training slow. ") == caplog.text.count(", or train less") == 1
 
 
 class OnDevice(ToyWork):

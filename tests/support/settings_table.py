@@ -27,7 +27,7 @@ _VALUES = {
     "search": ", ".join(f"`{name}`" for name in SEARCHES if name != AdaptiveBatchingConfig.search),
     "max_batch_size": _NUMBER,
     "memory_limit": _MEMORY,
-    "headroom": _MEMORY,
+    "headroom": '`"2GiB"`, `"5%"`, GiB',
     "sequence_length": _NUMBER,
     "increase_every": "a part of one, such as `0.25`",
     "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS[1:]) + " (`linear` for SGD, else `sqrt`)",
