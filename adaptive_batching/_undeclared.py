@@ -41,8 +41,8 @@ def reporting(state: State, *others: Any) -> Iterator[None]:
         more = f" and {len(changes) - _MOST_NAMED} more" if len(changes) > _MOST_NAMED else ""
         log.warning(
             "your code has run outside training steps, in checks or a probe, and these side effects were not undone: "
-            "%s%s. If they matter, pass the objects that hold them in state=[...], with state_dict and load_state_dict, "
-            "or keep the values in buffers of a module",
+            "%s%s. If they matter, pass the objects that hold them in state=[...], with state_dict and "
+            "load_state_dict, or keep the values in buffers of a module",
             ", ".join(changes[:_MOST_NAMED]), more,
         )  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_a_probe_and_the_first_audit_say_what_else_has_changed_once(caplog: pyte
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             act(run)
-        return [record.getMessage() for record in caplog.records if "not put back" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "were not undone" in record.getMessage()]
 
     def split(run: Run) -> None:
         run.step.max_tokens = 4

@@ -58,12 +58,8 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     if forecast.on_slow_host > WORTH_SAYING * step.seconds:
         of_slow, usual = (round(1e6 * CONSTANTS.launch * factor) for factor in (SLOW_HOST, 1))
         took = in_seconds(forecast.on_slow_host)
-        lines.append(
-            (
-                "slow host",
-                f"{took} if the CPU takes {of_slow} us to launch an operation, as was seen, in place of {usual}",
-            )
-        )
+        launches = f"{of_slow} us to launch an operation, as was seen, in place of {usual}"
+        lines.append(("slow host", f"{took} if the CPU takes {launches}"))
     if forecast.uncounted:
         names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())
         lines.append(("longer", f"these take longer than is known: {names}"))

@@ -281,8 +281,8 @@ def _log_result(result: ProbeResult) -> None:
     if result.enough is not None:
         peak = max((at for size, at in result.predicted if size <= result.enough), default=result.peak_bytes)
         log.info(
-            "forward passes of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
-            "with %s of up to %s",
+            "forward passes of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in "
+            "%.1f s with %s of up to %s",
             result.enough, memory_size(peak), budget, result.seconds, plural(result.num_steps, "training step"),
             plural(batch_size, "sample"),
         )  # fmt: skip

@@ -308,8 +308,8 @@ def probe_in_words(probe: Event) -> list[str]:
     took = memory_size(peaks[probe["batch_size"]])
     if probe["enough"] is not None:
         return [
-            f"Forward passes of up to {plural(probe['enough'], 'sample')} of {length} tokens are large enough: larger ones "
-            f"would gain little. At most {count(probe['batch_size'])} have run, which took {took} of {budget}.",
+            f"Forward passes of up to {plural(probe['enough'], 'sample')} of {length} tokens are large enough: larger "
+            f"ones would gain little. At most {count(probe['batch_size'])} have run, which took {took} of {budget}.",
             how,
         ]
     words = [

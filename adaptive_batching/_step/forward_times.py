@@ -51,8 +51,8 @@ class ForwardTimes:
         gain = self.samples_left * fixed * (1 / small - 1 / large)
         if cost > gain:
             log.info(
-                "forward passes of up to %d samples suffice: to try larger ones would take about %.0f s, and gain %.0f s "
-                "in the rest of the run at the most", small, cost, gain
+                "forward passes of up to %d samples suffice: to try larger ones would take about %.0f s, and gain at "
+                "most %.0f s in the rest of the run", small, cost, gain
             )  # fmt: skip
         return cost <= gain
 
