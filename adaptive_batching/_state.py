@@ -301,6 +301,7 @@ def rehearsal(state: State, device: torch.device, trained: Sequence[nn.Parameter
     def start_over() -> None:
         saved.put_back()
         random_state.put_back()
+        torch.clear_autocast_cache()  # copies of weights that are put back, or without a graph, in a caller's context
         for parameter in parameters:
             parameter.grad = None
 

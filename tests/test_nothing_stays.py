@@ -199,6 +199,27 @@ def test_a_probe_and_the_first_audit_say_what_else_has_changed_once(caplog: pyte
     assert "history" not in line and "longest" in line
 
 
+def test_a_probe_does_not_report_what_it_puts_back(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(nn.Linear):
+        """Adds up in place, in an attribute beside a buffer."""
+
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+            self.counts = torch.zeros(4)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.counts += rows.detach().sum(0)
+            return super().forward(rows)
+
+    model = Counts()
+    step: AdaptiveStep[torch.Tensor] = AdaptiveStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, rows: (model(rows).sum(), len(rows))
+    )
+    step.find_maximum_batch_size(torch.ones(4), upper=2, settings=BY_STEPS)
+    assert not model.counts.any() and "were not undone" not in caplog.text
+
+
 class Listing:
     """Has the history of a loss for its state."""
 

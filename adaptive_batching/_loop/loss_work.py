@@ -44,7 +44,8 @@ class LossPart(Part):
     """Samples of one forward and backward, whose sum of losses is divided by ``divisor``."""
 
     divisor: float | None = None
-    """Near the number of losses, so that half precision neither overflows nor vanishes; None for that number itself."""
+    """Near the mean number of losses on a rank, so that half precision neither overflows nor vanishes; None for the
+    number of losses of the part itself."""
 
 
 class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, torch.Tensor]]):
@@ -69,6 +70,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         if balances_ranks and parallel.ranks.size > 1 and length is not None:
             self._sharing = Sharing(parallel.ranks, model, waits=bool(parallel.roots))
         self._is_shared = False  # this step
+        self._last_number: tuple[torch.Tensor, int] | None = None  # of losses of the last step, and its samples
         self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
 
     @property
@@ -76,7 +78,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         """True if this rank takes part where the samples of a step are shared out."""
         return self._sharing is not None
 
-    def see(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
+    def start_step(self, samples: list[Sample], filler: Sample, num_samples: int, backward: Backward) -> None:
         """Take note of the samples of a step on this rank, one that may fill up, and the number on all ranks."""
         self.samples, self._filler, self._backward = samples, filler, backward
         self._num_samples = num_samples
@@ -112,16 +114,29 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def _divisor(self, num_parts: int) -> float | None:
         """Return what the losses of so many parts are divided by, on their way to the gradient."""
         ranks = self._parallel.ranks.size
-        return None if num_parts == ranks == 1 else self._num_samples / ranks
+        return None if num_parts == ranks == 1 else self._num_samples / ranks * self._losses_per_sample
+
+    @property
+    def _losses_per_sample(self) -> float:
+        """The losses of a sample in the last step, as a power of two: what is divided by it keeps its bits."""
+        if self._last_number is None:
+            return 1.0
+        mean = float(self._last_number[0]) / self._last_number[1]
+        return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
+
+    def note_number(self, number: torch.Tensor) -> None:
+        """Take note of the number of losses of this step, on all ranks; it is read when it is needed."""
+        self._last_number = number, self._num_samples
 
     def _part(self, samples: list[Sample], divisor: float | None, weight: float | None = None) -> LossPart:
         return LossPart(samples, self.tokens(samples), weight, divisor)
 
     def filler(self) -> LossPart:
-        return self._part([self._filler], self._num_samples / self._parallel.ranks.size, weight=0)
+        return self._part([self._filler], self._divisor(2), weight=0)
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[LossPart]:
-        return [self._part(samples, float(sum(map(len, lists)))) for samples in lists]
+        divisor = sum(map(len, lists)) * self._losses_per_sample
+        return [self._part(samples, divisor) for samples in lists]
 
     def runs(self, parts: Sequence[LossPart]) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
         return [partial(self._run, part) for part in parts]

@@ -32,7 +32,7 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._ranks.agree import num_collectives
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._state import State, draws_put_back, parameters_of, rehearsal
+from adaptive_batching._state import State, parameters_of, rehearsal
 from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.runner import StepRunner
@@ -94,7 +94,8 @@ class AdaptiveStep(Generic[Sample]):
         self._collate = collate
         self._max_grad_norm = max_grad_norm
         self._scale: float | None = None  # by which a backward of the user's multiplies the loss
-        self._knows_ranks_are_alone = False
+        self._scaled_by: Any = None  # that backward
+        self._knows_forwards_are_local = False
         self._parallel = data_parallel_of(model, lambda: parameters_of(model, [optimizer]))
         declared = State([model], losses={"loss": loss, "count": count}, draws=[collate], listed=state)
         self._work = LossWork(
@@ -196,8 +197,8 @@ class AdaptiveStep(Generic[Sample]):
         with parallel.without_sync():
             if backward is not torch.Tensor.backward:
                 self._check_scale_of(backward, may_scale=may_scale)
-            samples = self._seen(samples, backward)
             end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
+            samples = self._start(samples, backward)
             runner.begin()
             runner.add(samples)
             parts, results = zip(*runner.end(), strict=True)
@@ -205,7 +206,8 @@ class AdaptiveStep(Generic[Sample]):
         number = reduce(operator.add, [number for _, number in results])
         total, number = parallel.total(total, number)
         number = nonzero(number)
-        if parts[0].divisor is not None:
+        self._work.note_number(number)
+        if parts[0].divisor is not None:  # the same for all parts and ranks
             parallel.sum_gradients(parts[0].divisor / number.item())
         trained = [parameter for parameter in self._work.parameters() if parameter.requires_grad]
         if all(parameter.grad is None for parameter in trained):  # nothing has run backward
@@ -234,7 +236,9 @@ class AdaptiveStep(Generic[Sample]):
 
     def _check_scale_of(self, backward: Callable[[torch.Tensor], None], *, may_scale: bool) -> None:
         """Raise ConfigError if ``backward`` divides the loss, or multiplies it where it may not."""
-        if self._scale is None:
+        code = getattr(backward, "__code__", backward)  # of a lambda, which may be another object in each step
+        if self._scale is None or self._scaled_by != code:
+            self._scaled_by = code
             one = torch.ones((), device=device_of(self._model), requires_grad=True)
             backward(one * 1.0)
             self._scale = 0.0 if one.grad is None else one.grad.item()
@@ -261,6 +265,8 @@ class AdaptiveStep(Generic[Sample]):
     ) -> ProbeResult:
         """Find how many samples fit in one forward and backward, by real steps, and restore all state afterwards.
 
+        The number is rounded down to a power of two, unless ``settings`` say otherwise, or ``in_parts`` is True.
+
         Call it before training: weights, optimizer states, gradients and random numbers are as before.
 
         Args:
@@ -281,7 +287,10 @@ class AdaptiveStep(Generic[Sample]):
         """
 
         device, ranks = device_of(self._model), self._parallel.ranks
-        unwrapped = self._parallel.without_ddp(self._model)
+        self._parallel.check_size()
+        end_forward(self._parallel.roots)
+        with self._parallel.without_sync():
+            self._look_at_communication([sample] * 2)
 
         def of_batch(batch: Any) -> None:
             total, number = run_forward(self._loss, self._model, batch)
@@ -293,22 +302,20 @@ class AdaptiveStep(Generic[Sample]):
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
             self._parallel.sum_gradients()
-            clip_and_step(unwrapped, [self._optimizer], self._max_grad_norm)
+            clip_and_step(self._model, [self._optimizer], self._max_grad_norm)
 
-        if not self._parallel.is_recorded:
-            self._record([sample], of_batch)
         step = TrainingStep(
-            unwrapped, [self._optimizer], lambda size: collated([sample] * size, self._collate), run,
+            self._model, [self._optimizer], lambda size: collated([sample] * size, self._collate), run,
             state=self._work.state,
         )  # fmt: skip
-        rounds = settings.round_to_power_of_two
+        rounds = settings.round_to_power_of_two and not in_parts  # the size of a part is none of a batch
         request = ProbeRequest(int(ranks.smallest(upper)), rounds=rounds, in_parts=in_parts)
         result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
         self._work.limit.note(result.batch_size * self._work.tokens([sample]))
         return result
 
-    def _seen(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:
-        """Tell the work of the samples of a step, and return them; any error is one of all ranks."""
+    def _start(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:
+        """Check the samples of a step and hand them to the work; any error is one of all ranks."""
         if self._parallel.ranks.size == 1:
             checked = self._checked(samples)
             number, filler = len(checked), checked[:1]
@@ -316,11 +323,8 @@ class AdaptiveStep(Generic[Sample]):
             checked, number, filler = self._checked_on_all(samples)
         if not number:
             raise ConfigError("samples is empty; a step needs at least one")
-        self._work.see(checked, filler[0], number, backward)
-        if self._parallel.ranks.size > 1:
-            self._check_that_ranks_are_alone(filler[0])
-        if not self._parallel.is_recorded:
-            self._record(filler * 2, lambda batch: run_forward(self._loss, self._model, batch)[0].backward())  # type: ignore[no-untyped-call]
+        self._work.start_step(checked, filler[0], number, backward)
+        self._look_at_communication(filler * 2)
         return checked
 
     def _checked_on_all(self, samples: Sequence[Sample]) -> tuple[list[Sample], int, list[Sample]]:
@@ -331,7 +335,7 @@ class AdaptiveStep(Generic[Sample]):
 
         def check() -> tuple[int, bool]:
             checked.extend(self._checked(samples))
-            shortest.extend(sorted(checked, key=lambda sample: work.tokens([sample]))[:1])
+            shortest.extend([min(checked, key=lambda sample: work.tokens([sample]))] if checked else [])
             return len(checked), work.shares
 
         counts, share = zip(*ranks.all_results(check), strict=True)
@@ -350,31 +354,39 @@ class AdaptiveStep(Generic[Sample]):
             shortest = next(own for own in of_ranks if own)
         return checked, sum(counts), shortest
 
-    def _record(self, samples: list[Sample], forward_backward: Callable[[Any], None]) -> None:
-        """Learn what shards communicate in a forward and backward, for which all ranks have to have a batch."""
-        parallel, batches = self._parallel, list[Any]()
-        with draws_put_back(self._collate):
-            parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
-        parallel.record(lambda: forward_backward(batches[0]), device_of(self._model))
+    def _look_at_communication(self, samples: list[Sample]) -> None:
+        """Learn what shards communicate in a forward and backward; of copies, check that they do not. Looks once.
 
-    def _check_that_ranks_are_alone(self, sample: Sample) -> None:
-        """Raise ConfigError if a forward of copies communicates: ranks run their parts at other times. Looks once."""
-        if self._knows_ranks_are_alone or self._parallel.roots:
+        ``samples`` are two, because batch norm cannot train on one.
+
+        Raises:
+            ConfigError: If a forward of copies communicates, because ranks do not run their parts in step.
+        """
+        parallel, device = self._parallel, device_of(self._model)
+        if not parallel.is_recorded:
+            batches = list[Any]()  # which all ranks have to have
+
+            def forward_backward() -> None:
+                run_forward(self._loss, self._model, batches[0])[0].backward()  # type: ignore[no-untyped-call]
+
+            with rehearsal(self._work.state, device, self._work.parameters()):
+                parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
+                parallel.record(forward_backward, device)
+        if self._knows_forwards_are_local or parallel.roots or parallel.ranks.size == 1:
             return
 
         def issued() -> int:
-            device = device_of(self._model)
             with rehearsal(self._work.state, device), torch.no_grad():
                 before = num_collectives(device)
-                run_forward(self._loss, self._model, collated([sample], self._collate))
+                run_forward(self._loss, self._model, collated(samples, self._collate))
                 return num_collectives(device) - before
 
-        if most := max(self._parallel.ranks.all_results(issued)):
+        if most := max(parallel.ranks.all_results(issued)):
             raise ConfigError(
-                f"loss communicates with other ranks in each forward (collectives: {most}), and ranks run their parts "
-                "of a batch at other times; leave out of the loss what gathers or sums over ranks"
+                f"loss communicates with other ranks in each forward (collectives: {most}), and ranks do not run their "
+                "parts of a batch in step; leave out of the loss what gathers or sums over ranks"
             )
-        self._knows_ranks_are_alone = True
+        self._knows_forwards_are_local = True
 
     def _checked(self, samples: Sequence[Sample]) -> list[Sample]:
         if isinstance(samples, Mapping):

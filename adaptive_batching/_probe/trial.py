@@ -195,13 +195,15 @@ def unchanged(
     saved = Saved(state, parameters, optimizers=optimizers, elsewhere=[*stepped, *paged])
     copied = [*stepped, *(part for kept in saved.kept for part in kept.parts)]
     global rehearsing
-    with kept_aside(copied, scratch), without_hooks(optimizers), reporting(state, *optimizers):
+    # What is put back is none of what is reported.
+    with reporting(state, *optimizers), kept_aside(copied, scratch), without_hooks(optimizers):
         rehearsing = True
         try:
             yield
         finally:
             rehearsing = False
             set_to_zero(paged)
+            torch.clear_autocast_cache()  # copies of a trial's weights, in a caller's context
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             saved.put_back()

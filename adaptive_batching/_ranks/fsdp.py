@@ -84,7 +84,7 @@ def end_forward(models: Sequence[nn.Module]) -> None:
     That is gathered parameters, and the order of the forward, by which the next backward would gather them ahead.
     """
     for model in models:
-        if not isinstance(model, FSDPModule):
+        if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:  # nothing has run yet
             continue
         if hasattr(model, "reset_iter_state"):
             model.reset_iter_state()

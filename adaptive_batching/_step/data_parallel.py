@@ -80,10 +80,6 @@ class DataParallel:
         """True if it is known what shards communicate, or if there are none."""
         return not self.roots or self.collectives is not None
 
-    def without_ddp(self, model: nn.Module) -> nn.Module:
-        """Return what DDP wraps, if it is in ``model``: parts of a step communicate once, at its end."""
-        return model if self._copy is None else self._copy.module
-
     def record(self, forward_backward: Callable[[], object], device: torch.device) -> None:
         """Learn which collectives shards need, as :func:`record_collectives` does; only the first call runs anything.
 

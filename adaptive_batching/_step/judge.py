@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
+from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._state import rehearsal
 from adaptive_batching._step.work import Work
 from adaptive_batching._tensors import hash_of, plain_parts
@@ -133,10 +134,9 @@ class Audit:
         with reporting(self._state), rehearsal(self._state, parameters[0].device, parameters) as start_over:
 
             def measured(first: Callable[[], bool], second: Callable[[], bool]) -> tuple[float, float] | None:
-                compared = gradient_error(parameters, first, second, start_over)
-                if not self._ranks.all(compared is not None):
+                compared = gradient_error(parameters, first, second, start_over, self._ranks)
+                if compared is None:
                     return None
-                assert compared is not None
                 error, rounding = map(self._ranks.largest, compared)
                 return error, rounding
 
@@ -217,12 +217,14 @@ def gradient_error(
     together: Callable[[], bool],
     apart: Callable[[], bool],
     start_over: Callable[[], None],
+    ranks: Ranks = ALONE,
 ) -> tuple[float, float] | None:
     """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
 
-    Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
-    gradient that is not finite, and the result is None. The error is inf if a run changes what is trained, or
-    if hooks take gradients away, as those of an optimizer that steps within backward.
+    Both leave gradients in ``parameters``, and return False if memory has run out, which all ``ranks`` know. Then
+    nothing is known, as with a gradient that is not finite on a rank, and the result is None on all. The error is inf
+    if a run changes what is trained, or if hooks take gradients away, as those of an optimizer that steps within
+    backward.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     before = list(map(hash_of, trained))
@@ -234,15 +236,30 @@ def gradient_error(
                 if not run():
                     return None
             # Values alone would not show an optimizer whose learning rate is still zero.
-            if any(taken) or list(map(hash_of, trained)) != before:
-                return math.inf, mode.rounding[1]
-            sketches.append(GradientSketch(parameters))
+            changes = any(taken) or list(map(hash_of, trained)) != before
+            sketch = None if changes else _sketched(parameters)
+            # Ranks go on together: the next run may have collectives.
+            worst = ranks.largest(2 if changes else 1 if sketch is None else 0)
+            if worst:
+                return (math.inf, mode.rounding[1]) if worst == 2 else None
+            assert sketch is not None
+            sketches.append(sketch)
     expected, actual = sketches
     scale = max(expected.norm, actual.norm)
-    if not math.isfinite(scale):
+    if not ranks.all(math.isfinite(scale)):
         return None
     # Finite gradients are at most 2 apart; one that is not finite in a part alone is as wrong.
     return (min(expected.distance(actual) / scale, 2.0) if scale else 0.0), mode.rounding[1]
+
+
+def _sketched(parameters: Sequence[nn.Parameter]) -> GradientSketch | None:
+    """Return a sketch of the gradients; None if memory runs out."""
+    try:
+        return GradientSketch(parameters)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
 
 @contextlib.contextmanager
@@ -272,11 +289,11 @@ class GradientSketch:
                 if (gradient := parameter.grad) is not None and gradient.layout == torch.sparse_coo:  # of an embedding
                     gradient = gradient.coalesce()
                     self._firsts.append(_first_rows(gradient).to("cpu", torch.float32))
-                    self._norms.append(float(gradient.values().float().norm()))
+                    self._norms.append(_norm(gradient.values()))
                     continue
                 parts = plain_parts(parameter if parameter.grad is None else parameter.grad)
                 self._firsts += [share * _first_of(part).to("cpu", torch.float32, copy=True) for part in parts]
-                self._norms += [share * float(part.float().norm()) for part in parts]
+                self._norms += [share * _norm(part) for part in parts]
 
     @property
     def norm(self) -> float:
@@ -289,6 +306,13 @@ class GradientSketch:
         of_norms = [abs(mine - theirs) for mine, theirs in zip(self._norms, other._norms, strict=True)]
         distance = max(of_firsts, math.sqrt(math.fsum(norm**2 for norm in of_norms)))
         return distance if math.isfinite(distance) else math.inf
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Return the L2 norm, in single precision at least; of half precision without a copy in single."""
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+    return float((tensor if tensor.is_floating_point() else tensor.float()).norm())
 
 
 @functools.cache

@@ -89,12 +89,12 @@ class StepRunner(Generic[Samples, P, R]):
         self._random_state: RandomState | None = None
         self._unit = ""
         self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_TOLD)
-        self._shrank = self._retried = False
+        self._shrank = self._retried = self._ran_again = False  # since the last step ended
         self._tokens_retried = 0
         self._retried_in_row = self._recovered_in_row = 0
         self._warned = False
         self._starts = StepStarts()
-        self._most_tokens_that_ran = 0  # of a single sample
+        self._longest_that_ran = 0  # tokens of a sample
 
     @property
     def num_recoveries(self) -> int:
@@ -244,9 +244,10 @@ class StepRunner(Generic[Samples, P, R]):
 
     def end(self) -> list[tuple[P, R]]:
         """End the step, as :meth:`keep` does, and let the limit rise if it was a clean one."""
-        if not self._shrank and not self._shrink_if_thrashing():
+        has_shrunk = self._shrank or self._shrink_if_thrashing()
+        if not has_shrunk and not self._ran_again:
             self.limit.note_clean_step()
-        self._shrank = self._retried = False
+        self._shrank = self._retried = self._ran_again = False
         self._tokens_retried = 0
         done = self.keep()
         self._steps += 1
@@ -265,13 +266,14 @@ class StepRunner(Generic[Samples, P, R]):
         failed = None if part is None else work.failed(part)
         samples, tokens = (0, 0) if failed is None else (failed.samples, failed.tokens)
         fitted_before = ranks.all(tokens <= self.limit.largest_that_ran and self._failures < 2)
+        as_they_were = fitted_before and self._failures == 0
         what = cause = why = None
         if part is not None and failed is not None:
             what = f"with {failed_part.describe(failed, words)}"
             if (cause := self._cause(part, failed, outcome.error)) is not None:
                 what += f": {cause}"
             why = self._why_final(failed, words)
-            if why is None and samples == 1 and not (fitted_before and self._failures == 0):
+            if why is None and samples == 1 and not as_they_were:
                 why = failed_part.single(failed, words, is_split=self.limit.learned is not None)
         if ranks.any(why is not None):
             if why is not None and cause is not None:
@@ -283,12 +285,13 @@ class StepRunner(Generic[Samples, P, R]):
         told = ranks.gather(None if what is None else (tokens, what))
         failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
         most_failed = max(tokens for tokens, _ in failures.values())
-        if (module := work.batch_dependent_module()) is not None:
+        if not as_they_were and (module := work.batch_dependent_module()) is not None:
             raise DoesNotFitError(failed_part.over_the_batch(module, words))
         self._unit = work.failed(parts[0]).unit
         self._failures += 1
+        self._ran_again = True
         how = "as they were"
-        if fitted_before and self._failures == 1:
+        if as_they_were:
             self.limit.num_recoveries += 1
             self._note_retry(samples, tokens)
         else:
@@ -318,8 +321,8 @@ class StepRunner(Generic[Samples, P, R]):
     def _cause(self, part: P, failed: FailedPart, error: Exception | None) -> str | None:
         """Say why memory ran out, where it is clear."""
         longest, longer = self._work.longest(part) or 0, None
-        if 0 < self._most_tokens_that_ran < longest and failed.tokens > self.limit.largest_that_ran:
-            longer = LongerSample(longest, self._most_tokens_that_ran, failed.name)
+        if 0 < self._longest_that_ran < longest and failed.tokens > self.limit.largest_that_ran:
+            longer = LongerSample(longest, self._longest_that_ran, failed.name)
         setting = None if self._work.device is None else allocator_advice(self._work.device)
         return cause_of(read_message(str(error)), self._starts, longer, setting)
 
@@ -338,7 +341,7 @@ class StepRunner(Generic[Samples, P, R]):
         largest = max(parts, key=lambda part: part.tokens)
         self.limit.note(largest.tokens)
         longest = [self._work.longest(part) or 0 for part in parts]
-        self._most_tokens_that_ran = max(self._most_tokens_that_ran, *longest)
+        self._longest_that_ran = max(self._longest_that_ran, *longest)
         if outcome.retried:
             self._unit = self._work.failed(parts[0]).unit
             self._note_retry(len(largest.samples), largest.tokens)

@@ -33,7 +33,7 @@ torch.manual_seed(1)
 """
 EPILOGUE = """
 step(data[:40])
-assert step.max_tokens == 64 * 31, step.max_tokens
+assert step.max_tokens == 70 * 31, step.max_tokens
 sys.stdout.write(json.dumps({"losses": losses, "weights": model.out.weight.flatten().tolist()}))
 """
 

@@ -629,3 +629,58 @@ def test_the_probe_finds_what_the_data_allow_and_leaves_no_trace(
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.forwards[-1] == (size, 30)
     assert len(model.forwards) == found.num_steps * (2 if in_parts else 1)
+
+
+def test_losses_of_parts_are_about_as_large_as_those_of_whole_batches() -> None:
+    """Half precision neither overflows nor vanishes when a step is split for the first time."""
+    seen: list[float] = []
+
+    def noted(value: torch.Tensor) -> None:
+        if not _state.rehearsing:
+            seen.append(float(value))
+        value.backward()  # type: ignore[no-untyped-call]
+
+    model, step = make()
+    step.gradients(SAMPLES, noted)
+    model.zero_grad()
+    step.max_tokens = 64
+    whole = seen.pop()
+    seen.clear()
+    step.gradients(SAMPLES, noted)
+    assert len(seen) > 1 and whole / 2 < sum(seen) < 2 * whole, "by a power of two, the number of losses"
+
+
+def test_another_backward_is_asked_for_its_scale_as_well() -> None:
+    _, step = make()
+    step(SAMPLES, lambda value: value.backward())  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigError, match="multiplies the loss by 1024, as a gradient scaler does"):
+        step(SAMPLES, lambda value: (1024 * value).backward())  # type: ignore[no-untyped-call]
+
+
+def test_memory_that_was_only_scattered_ends_no_run_whose_batches_are_not_split() -> None:
+    """The batch runs again as it was, which is no split."""
+    model, step = make(norm=nn.BatchNorm1d(16))
+    step(SAMPLES)
+    model.book.most_tokens, model.book.failures_left = 0, 1
+    step(SAMPLES)
+    assert step.num_recoveries == 1
+    model.book.failures_left = 2
+    with pytest.raises(DoesNotFitError, match="splitting the batch would change the result"):
+        step(SAMPLES)
+
+
+def test_within_autocast_a_probe_and_checks_leave_no_copies_of_weights() -> None:
+    """A step meets its own weights, and not those of a trial or of a forward without a graph."""
+
+    def trained(*, probes: bool) -> list[torch.Tensor]:
+        model, step = make(max_tokens=64)
+        model.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            if probes:
+                step.find_maximum_batch_size(SAMPLES[2], upper=4)
+            for _ in range(2):
+                step(SAMPLES)
+        return list(model.parameters())
+
+    for ours, theirs in zip(trained(probes=True), trained(probes=False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

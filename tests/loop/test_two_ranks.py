@@ -78,6 +78,12 @@ def test_gradients_for_a_step_of_one_s_own_are_those_of_all_samples(kind: str, r
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_looked_at_before_training_is_no_part_of_what_a_loss_counts(kind: str, ranks: Found) -> None:
+    for rank, found in enumerate(ranks):
+        assert found[f"{kind}, totals"] == [0, len(BATCHES[0][rank])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_rank_with_least_room_decides_how_many_samples_fit(kind: str, ranks: Found) -> None:
     for found in (rank[f"{kind}, probe"] for rank in ranks):
         assert found == {"found": [3, 3, 20], "search": ["predict"] * 3, "same": True}
@@ -89,7 +95,10 @@ def test_the_rank_with_least_room_decides_how_many_samples_fit(kind: str, ranks:
     [
         ("mean", "OtherRankError: on rank 1, ConfigError: loss returned", "ConfigError: loss returned a tensor of sh"),
         ("backward", "OtherRankError: on rank 1, KeyError: 'labels'", "KeyError: 'labels'"),
-        ("gathering", *["ConfigError: (loss communicates with other ranks|.* collectives that are not FSDP's)"] * 2),
+        *(
+            (name, *["ConfigError: (loss communicates with other ranks|.* collectives that are not FSDP's)"] * 2)
+            for name in ("gathering", "gathering in a probe")
+        ),
         ("collated", "OtherRankError: on rank 1, ConfigError: samples is", "ConfigError: samples is a dict, which lo"),
         ("collating", "OtherRankError: on rank 1, KeyError: 'labels'", "KeyError: 'labels'"),
         ("balanced", *["ConfigError: samples are balanced over ranks on rank 0 and not on rank 1; give"] * 2),

@@ -143,6 +143,33 @@ def failing_sums(fails: bool) -> Iterator[None]:
         yield
 
 
+class Totals:
+    """A loss that counts the samples of its batches, which is its state."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        self.samples += len(batch["labels"])
+        return loss(model, batch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples = state["samples"]
+
+
+def totals(kind: str) -> list[int]:
+    """The samples that a loss has counted after a probe, and after a step."""
+    counted = Totals()
+    _, step = make_step(kind, make_model(), counted, state=[counted])
+    step.find_maximum_batch_size(texts(30)[0], upper=2)
+    found = [counted.samples]
+    step(BATCHES[0][RANK])
+    return [*found, counted.samples]
+
+
 def gradients(kind: str) -> dict[str, Any]:
     """Gradients for a step of one's own, which is not taken, and then another one."""
     prepared, step = make_step(kind, make_model())
@@ -204,6 +231,9 @@ def mistakes(kind: str) -> dict[str, Any]:
         "mean": error_of(lambda: make_step(kind, make_model(), mean_on_one)[1](batch)),
         "backward": error_of(lambda: make_step(kind, make_model(), wrong_in_backward)[1](batch)),
         "gathering": error_of(lambda: make_step(kind, make_model(), gathering)[1](batch)),
+        "gathering in a probe": error_of(
+            lambda: make_step(kind, make_model(), gathering)[1].find_maximum_batch_size(batch[0], upper=2)
+        ),
         "collated": error_of(lambda: make_step(kind, make_model())[1](wrong_on_one)),
         "collating": error_of(lambda: make_step(kind, make_model(), collate=wrong_in_collate)[1](batch)),
         "balanced": error_of(lambda: make_step(kind, make_model(), balance_ranks=RANK == 0)[1](batch)),
@@ -293,6 +323,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"{kind}, {fault}": partial(train, kind, fault) for kind in KINDS for fault in FAULTS},
     **{f"ddp, {fault}": partial(train, "ddp", fault) for fault in OF_SUMS},
     **{f"{kind}, gradients": partial(gradients, kind) for kind in KINDS},
+    **{f"{kind}, totals": partial(totals, kind) for kind in KINDS},
     **{f"{kind}, probe": partial(probe, kind) for kind in KINDS},
     **{f"{kind}, mistakes": partial(mistakes, kind) for kind in KINDS},
     "refusals": refusals,

@@ -12,6 +12,7 @@ from torch import nn
 from adaptive_batching import AdaptiveStep, ConfigError, _state
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._state import State
+from adaptive_batching._step import judge
 from adaptive_batching._step.judge import Audit
 from tests.loop.test_step import SAMPLES, always, length, loss, make, mean_times_samples, texts
 from tests.loop.test_step import collate as stock_collate
@@ -85,6 +86,22 @@ def test_rounding_of_a_gradient_whose_terms_cancel_is_no_reason_to_stop() -> Non
         )
         step.max_tokens = 60
         assert 1 < step([choices(length, chance) for length in (25, 7, 30, 12)]) < 1.2
+
+
+def test_memory_that_runs_out_where_gradients_are_compared_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, fails = judge._norm, iter([True])
+
+    def short(tensor: torch.Tensor) -> float:
+        if next(fails, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return norm(tensor)
+
+    monkeypatch.setattr(judge, "_norm", short)
+    _, step = make(max_tokens=64)
+    step(SAMPLES)
+    assert next(fails, None) is None and step._runner._audit._next == 1, "the next step is looked at"  # type: ignore[union-attr]
+    step(SAMPLES)
+    assert step._runner._audit._next == 10  # type: ignore[union-attr]
 
 
 def test_a_gradient_that_depends_on_the_order_of_samples_is_no_rounding() -> None:

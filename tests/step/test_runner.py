@@ -100,6 +100,22 @@ def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
         assert limit.max_tokens == (16 if rises else 8), "half of 16, until a clean step doubles it"
 
 
+def test_a_step_that_ran_again_as_it_was_is_no_clean_one() -> None:
+    """Else a limit would double after steps each of which had run out of memory first."""
+    fails = iter([True, False] * 20)
+
+    def run(samples: Sequence[int]) -> None:
+        if next(fails):
+            raise torch.OutOfMemoryError()
+
+    work = ToyWork(run)
+    work.limit = TokenLimit(steps_to_recover=2)
+    work.limit.shrink(32)
+    runner = StepRunner(work, largest_that_ran=16)
+    run_steps(runner, 2)
+    assert runner.num_recoveries == 3 and work.limit.max_tokens == 16
+
+
 def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     """As where another program takes more and more of the device."""
     fits, recoveries = 8, []
