@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import time
@@ -11,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
@@ -110,6 +110,7 @@ class AdaptiveRun:
         self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
         self._asked = AskedOnce()
         self._known = Known()
+        self._follower: tuple[LambdaLR, list[Any]] | None = None  # the schedule that trains, and what it follows
 
     @property
     def probe(self) -> ProbeResult | None:
@@ -250,12 +251,17 @@ class AdaptiveRun:
             f"per_device_train_batch_size and settings that it began with"
         )
 
+    @property
+    def output_dir(self) -> Path:
+        """Where checkpoints are: in a search for hyperparameters, the folder of a trial."""
+        return Path(self._trainer._get_output_dir(trial=getattr(self._trainer, "_trial", None)))
+
     def save(self, checkpoint: Path, epochs: int, steps: int) -> None:
         """Store what a resumed run goes on with, after so many epochs, and steps of the next."""
         assert self.schedule is not None
         stored = None if self._known.stored is None else self._known.stored.to_dict()
         planned = self.schedule.place_of(self._trainer.state.global_step)
-        epochs, steps = (epochs, steps) if epochs >= 0 else planned
+        epochs, steps = (epochs, steps) if epochs >= 0 else planned  # before the first epoch has begun
         begun = self.schedule.decisions[: epochs + (steps > 0)]
         values = {
             "devices": self._trainer.args.world_size,
@@ -421,10 +427,13 @@ class AdaptiveRun:
     def follow(self, scheduler: Any) -> Any:
         """Return the schedule as it is to be for batches of other sizes than configured: one of samples."""
         schedule, rule = self.schedule, self.settings.lr_scaling
+        lambdas = getattr(scheduler, "lr_lambdas", [])
+        if self._follower is not None and scheduler is self._follower[0]:  # of an earlier call of train()
+            lambdas = self._follower[1]
         if schedule is None or schedule.is_as_configured:
             return scheduler
         if not isinstance(scheduler, LambdaLR):
-            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and rule == "none":
+            if "metrics" in inspect.signature(scheduler.step).parameters and rule == "none":  # as on a plateau
                 return scheduler
             raise ConfigError(
                 f"{type(scheduler).__name__} is no function of the step, so that it cannot follow batches of other "
@@ -440,7 +449,10 @@ class AdaptiveRun:
 
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        return LambdaLR(optimizer, [functools.partial(rate_at, rate=rate) for rate in scheduler.lr_lambdas])
+        of_samples: list[Any] = [functools.partial(rate_at, rate=rate) for rate in lambdas]
+        follower = LambdaLR(optimizer, of_samples, last_epoch=scheduler.last_epoch - 1)
+        self._follower = follower, lambdas
+        return follower
 
     def _find(self, request: ProbeRequest, data: TrainingData, step: StepInParts) -> StoredProbe:
         """Return the largest forward that fits: what was found before, where it still holds, or else of a probe."""
@@ -506,15 +518,20 @@ class FollowingCallback(TrainerCallback):
         state.epoch = self.epoch + self._run.schedule.part_of(self.epoch, self._steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps, self._is_over = 0, True
+        # What ends training within an epoch leaves it to a run that goes on.
+        if not control.should_training_stop or self._ends_epoch(control):
+            self._steps, self._is_over = 0, True
+
+    def _ends_epoch(self, control: Any) -> bool:
+        """Return True if an epoch has all of its steps, or a callback has ended it."""
+        assert self._run.schedule is not None
+        steps = self._run.schedule.steps
+        return control.should_epoch_stop or self._steps >= steps[min(self.epoch, len(steps) - 1)]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        checkpoint = self._run.output_dir / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and checkpoint.is_dir():
-            assert self._run.schedule is not None
-            is_over = self._is_over or control.should_epoch_stop
-            steps = self._run.schedule.steps
-            is_over = is_over or self._steps >= steps[min(self.epoch, len(steps) - 1)]
+            is_over = self._is_over or self._ends_epoch(control)
             self._run.save(checkpoint, self.epoch + is_over, 0 if is_over else self._steps)
 
     on_push_begin = on_save  # an upload of the checkpoint begins before it is told that one was saved

@@ -121,7 +121,7 @@ def plan_epochs(
     ``batches_of`` returns the batches of an epoch at a size, of which each step takes ``accumulated``; ``configured``
     is the size that the run was laid out for.
     """
-    epochs = math.ceil(length.epochs)
+    epochs = math.ceil(length.epochs) if length.max_steps <= 0 else max(math.ceil(length.epochs), 1)
     while True:
         decisions = decide(epochs)
         batches = [batches_of(decision.batch_size) for decision in decisions]

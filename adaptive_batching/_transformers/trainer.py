@@ -263,8 +263,10 @@ class AdaptiveTraining(TakesSettings):
         if self.adaptive is None or self.adaptive.schedule is None:
             return cast("tuple[int, int]", epochs_and_steps)
         epoch, steps = self.adaptive.place_of(self.state.global_step, self.state.epoch)
+        if self.args.ignore_data_skip:  # the epoch is run from its start
+            steps = 0
         self._following.start_at(epoch, steps)
-        return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        return epoch, steps * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Give callbacks the loader of batches, and the loop of ``Trainer`` one of samples."""

@@ -210,6 +210,42 @@ def test_a_run_goes_on_where_it_was_left_after_a_callback_has_ended_an_epoch(ste
         other.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
 
 
+@pytest.mark.parametrize("saved", ["epoch", "steps"])
+def test_a_run_that_max_steps_ended_within_an_epoch_goes_on_within_it(saved: str, tmp_path: Path) -> None:
+    def run(folder: str, steps: int, **more: Any) -> Any:
+        constant: dict[str, Any] = dict(lr_scheduler_type="constant", warmup_steps=0, save_strategy=saved, save_steps=5)
+        settings: dict[str, Any] = dict(per_device_train_batch_size=4, num_train_epochs=3, max_steps=steps, **constant)
+        return make_trainer(tmp_path / folder, AdaptiveArguments(micro_batch_size=3), **settings, **more)
+
+    whole, first, resumed = run("whole", 20), run("first", 15), run("resumed", 20)
+    whole.train()
+    first.train()
+    first.callback_handler.call_event("on_push_begin", first.args, first.state, first.control)  # as an upload after it
+    resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-15"))
+    assert_same(resumed, whole, told=losses)
+
+
+def test_max_steps_say_how_long_a_run_is_where_there_are_no_epochs(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(max_steps=3, num_train_epochs=0)
+    assert_alike(
+        trained(tmp_path / "ours", AdaptiveArguments(micro_batch_size=3), **settings),
+        trained(tmp_path / "stock", **settings),
+    )
+
+
+def test_a_schedule_of_the_users_own_is_followed_alike_in_a_second_run(tmp_path: Path) -> None:
+    ours = growing(tmp_path)
+    optimizer = torch.optim.SGD(ours.model.parameters(), lr=1.0)
+    ours.optimizer, rates = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    ours.lr_scheduler = rates
+    ours.train()
+    schedule, steps = ours.adaptive.schedule, ours.state.global_step
+    assert ours.lr_scheduler.get_last_lr() == [pytest.approx(1 / (1 + schedule.scheduled(steps)))]
+    ours.train()
+    assert ours.lr_scheduler.last_epoch == 2 * steps
+    assert ours.lr_scheduler.get_last_lr() == [pytest.approx(1 / (1 + schedule.scheduled(2 * steps)))]
+
+
 def test_the_learning_rate_follows_the_batch(tmp_path: Path) -> None:
     plain, scaled = (growing(tmp_path / rule, lr_scaling=rule, max_steps=9) for rule in ("none", "sqrt"))
     plain.train()
