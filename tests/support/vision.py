@@ -41,11 +41,12 @@ def checkpointer(**_: Any) -> Any:
 
 
 def sample(length: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A sample with an image of as many tiles as there can be, in front of its text."""
-    tokens = [700, *range(1, length)]
+    """A sample with an image of as many tiles as there can be, whose token has no class in the output layer."""
+    tokens = [1, 2, 3, 700, *range(4, length)]
+    labels = [-100 if token == 700 else token for token in tokens]
     mask = torch.ones(length, TILES * TOKENS_PER_TILE, dtype=torch.bool)
     images = {"images": [torch.rand(TILES, 3, TILE, TILE, dtype=dtype)], "aspect_ratio": [torch.tensor([2, 2])]}
-    return {"tokens": tokens, "labels": [*tokens[1:], 1], "encoder_input": images, "encoder_mask": [mask]}
+    return {"tokens": tokens, "labels": labels, "encoder_input": images, "encoder_mask": [mask]}
 
 
 def dataset(tokenizer: Any, **_: Any) -> Sequence[dict[str, Any]]:

@@ -55,7 +55,9 @@ def test_the_labels_of_a_part_without_targets_count() -> None:
 def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
     filler = next_token().filler
     assert filler([of_length(1)]) == of_length(2)
-    assert filler([of_length(1), of_length(3, -100)]) == of_length(3)
+    assert filler([of_length(1), of_length(3, -100)]) == {"tokens": [1] * 3, "labels": [-100, -100, 0]}
+    own = {"tokens": [1, 2, 3], "labels": [-100, -100, 3]}
+    assert filler([of_length(4), own]) == own
 
 
 def test_samples_that_are_padded_take_what_the_padding_takes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -74,7 +75,11 @@ class NextToken(Objective):
     def filler(self, samples: Sequence[Sample]) -> Sample:
         several = [sample for sample in samples if len(sample["tokens"]) > 1]
         shortest = super().filler(several) if several else stretch(samples[0], 2) or samples[0]
-        return {**shortest, "labels": shortest["tokens"]}  # a mean over no targets would be 0/0
+        if self.counts([shortest]).terms:
+            return shortest
+        labels = copy.deepcopy(shortest["labels"])  # of a list or a tensor
+        labels[-1] = 0  # a mean over no targets would be 0/0, and tokens of images may be beyond the classes
+        return {**shortest, "labels": labels}
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         batch = self._collate(list(samples))
