@@ -1,4 +1,4 @@
-"""Models with images: what a dry run makes for them, and forwards without weight."""
+"""Models with images: what a dry run makes for them, and forwards beside training's."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def test_the_loss_of_a_filler_with_an_image_is_finite(has_targets: bool) -> None
     filler = objective().filler([sample])
     loss, _ = objective().loss(vision.model(), objective().collate([filler]), 0.0)
     assert loss.isfinite() and objective().counts([filler]).terms == (16 + 2 if has_targets else 1)
+
+
+def test_the_smallest_batch_of_samples_with_images_runs_the_encoder() -> None:
+    model, ran = vision.model(), list[bool]()
+    model.get_submodule("encoder").register_forward_hook(lambda *_: ran.append(True))
+    loss, _ = objective().loss(model, objective().smallest_batch([vision.sample(20)]), 1.0)
+    assert ran and loss.isfinite()

@@ -147,6 +147,8 @@ class NextToken(Objective):
         return labels.reshape(-1), *(part.reshape(-1, part.size(-1)) for part in logits)
 
     def smallest_batch(self, dataset: Any) -> Batch:
+        if not self.is_text(dataset[0]):  # a model would skip its encoder, and the collectives of that
+            return super().smallest_batch(dataset)
         length = length_in_chunks(SHORT, self._num_chunks)
         if self._num_chunks > 1 and is_packed(dataset):  # packs cannot be padded, and need not be: they have one length
             of_pack = len(dataset[0]["tokens"])

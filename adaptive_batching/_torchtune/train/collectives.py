@@ -6,6 +6,7 @@ import logging
 from functools import partial
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._memory.unused_memory import release_workspaces
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded, why_not_drained
 from adaptive_batching._step.data_parallel import record_collectives
@@ -35,7 +36,8 @@ def collectives_of(
         return None, ""
     # Those of a forward and backward of a few tokens, which leaves nothing behind.
     collectives = MicroBatchCollectives(host.models)
-    batch = host.objective.smallest_batch(host.loader.dataset)
+    with unchanged_random_state(host.device):  # samples of images may be augmented
+        batch = host.objective.smallest_batch(host.loader.dataset)
     parameters = list(host.model.parameters())
     record_collectives(collectives, partial(forward_backward, host, batch), parameters, host.device, remedy(host))
     release_workspaces(host.device)
