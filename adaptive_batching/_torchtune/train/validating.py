@@ -26,6 +26,7 @@ from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._step.limits import TokenLimit
+from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, SampleLoader
 from adaptive_batching._torchtune.stock.host import Host, StockRun
@@ -170,7 +171,8 @@ class Validation:
             sample = self._loader.dataset[0]
         most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.sizes.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
-        split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit), 0
+        size, rows = Fixed(held_out.batch_size or run.batch_size), RowSize(first_row(host.device.type))
+        split_policy, tokens = SplitPolicy(size, limit=limit, row_size=rows), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:
             # A forward alone takes less memory than a training step, so that it needs no probe of its own.
             split_policy.size, limit.bound = ByLength(), probed.tokens
