@@ -23,18 +23,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FixedAccumulation:
-    """Every optimizer step takes ``batches`` batches; the global batch grows with the batch size."""
+    """Every step takes ``batches`` batches, each a multiple of ``parts``; the global batch grows with their size."""
 
     batches: int = 1
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        if self.batches < 1:
-            raise ValueError(f"batches={self.batches} must be at least 1")
+        for name in ("batches", "parts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     @property
     def least(self) -> int:
         """The smallest possible size."""
-        return 1
+        return self.parts
 
     def batches_at(self, batch_size: int) -> int:
         """Return the batches of an optimizer step."""
@@ -46,25 +48,11 @@ class FixedAccumulation:
 
     def allowed(self, batch_size: int) -> int:
         """Return the largest possible size that is at most ``batch_size``."""
-        return batch_size
+        return batch_size // self.parts * self.parts
 
     def room(self, samples: int) -> int | None:
         """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
         return self.allowed(samples // self.batches)
-
-
-@dataclass(frozen=True)
-class InParts(FixedAccumulation):
-    """Every step takes one batch, which is divided into ``parts`` of equal size."""
-
-    parts: int = 1
-
-    @property
-    def least(self) -> int:
-        return self.parts
-
-    def allowed(self, batch_size: int) -> int:
-        return batch_size // self.parts * self.parts
 
 
 @dataclass(frozen=True)
@@ -171,8 +159,13 @@ class BatchController:
         note = warning = ""
         if asked != previous + increase:
             note = f" (asked for {increase}; {asked} is the smallest)"
-        elif isinstance(self.accumulation, KeepGlobal) and wanted != asked:
-            note = f" (asked for {increase}: {asked} does not divide the global batch {self.accumulation.samples})"
+        elif wanted != asked:
+            why = (
+                f"does not divide the global batch {self.accumulation.samples}"
+                if isinstance(self.accumulation, KeepGlobal)
+                else f"is no multiple of the {self.accumulation.parts} parts of a batch"
+            )
+            note = f" (asked for {increase}: {asked} {why})"
         if wanted == previous:
             reason, warning = f"kept{note}", note.strip()
         elif wanted > self.maximum:
