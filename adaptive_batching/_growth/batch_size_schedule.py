@@ -242,9 +242,11 @@ class BatchSizeSchedule:
 
     def steps_left(self) -> int:
         """Count the optimizer steps left in the run, as far as it is decided."""
-        later = self._trial()
-        rest = sum(later._plan_epoch(number).steps for number in range(self._number + 1, self.shape.epochs))
-        return self._steps_to_come + rest
+        trial = self._trial()
+        left = trial._plan_epoch(self._number, is_resumed=True).steps - self.steps_in_epoch
+        for number in range(self._number + 1, self.shape.epochs):
+            left += 0 if trial.run_is_over else trial._plan_epoch(number).steps
+        return left
 
     def _trial(self) -> BatchSizeSchedule:
         """Return a copy to run ahead with; decisions that can be made early are made once, for both."""

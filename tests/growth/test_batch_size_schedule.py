@@ -309,6 +309,23 @@ def test_a_run_of_so_many_samples_ends_when_less_than_a_step_is_left_and_as_plan
     assert all(epoch.dropped_samples < epoch.batch_sizes[-1] for epoch in plan)
 
 
+@pytest.mark.parametrize(
+    ("increase", "settings"),
+    [
+        (None, {}),
+        (step(), {"max_steps": 4}),
+        (step(every=0.5), {"decisions": 2, "accumulation": FixedAccumulation(2)}),
+        (None, {"run_samples": 150}),
+        (step(), {"run_samples": 250, "replicas": 2}),
+        (lambda epoch, size: -3 if epoch else 20, {"run_samples": 137, "decisions": 3}),
+    ],
+)
+def test_the_steps_that_are_left_are_those_that_the_run_takes(increase: Any, settings: dict[str, Any]) -> None:
+    run = schedule_of(increase, 5, 60, **settings)
+    left = [run.steps_left() for _ in steps_of(run)]
+    assert left == list(range(len(left)))[::-1]
+
+
 def planned(increase: Any, **arguments: Any) -> list[int]:
     """The batch sizes that a plain loop plans before training."""
     return plan_batch_sizes(increase=increase, **{"batch_size": 4, "epochs": 2, "samples": 1000, **arguments})
