@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,15 @@ class RunShape:
     """The size of a run. Samples are those of one replica: a device that sees different samples from the others.
 
     Attributes:
+        epochs: Epochs of the run; with ``run_samples`` those that it takes at the configured sizes.
         samples: Samples of an epoch.
         max_steps: Optimizer steps after which an epoch is cut short.
         decisions: How often the batch size is decided in an epoch, at equal distances.
         reference_steps: Optimizer steps of an epoch in the stock run, at the configured sizes; the schedule is laid out
             for these.
         reference_samples: Samples of each of them.
-        run_samples: Samples after which the run ends, be it within an epoch; None to train on all epochs.
+        run_samples: Samples after which the run ends, be it within an epoch or after more of them, as larger batches
+            leave more of each epoch out; None to train on all epochs.
 
     Raises:
         ValueError: If a number that has to be at least 1 is less.
@@ -141,7 +144,8 @@ class BatchSizeSchedule:
     @property
     def run_is_over(self) -> bool:
         """True if the run may not take the samples of another step, whatever epochs are left."""
-        return self._run_samples_left < self.window
+        left = self._run_samples_left
+        return left < math.inf and min(left, self.shape.samples) < self.window
 
     @property
     def _run_samples_left(self) -> float:
@@ -231,9 +235,10 @@ class BatchSizeSchedule:
         """Plan the rest of the run, with all decisions that can be made before training."""
         trial, planned = self._trial(), []
         resumed = self._number if self.seen_in_epoch else None
-        for number in range(first_epoch, self.shape.epochs):
-            if number == resumed or not trial.run_is_over:
-                planned.append(trial._plan_epoch(number, is_resumed=number == resumed))
+        for number in itertools.count(first_epoch):
+            if number != resumed and trial._ends_before(number):
+                break
+            planned.append(trial._plan_epoch(number, is_resumed=number == resumed))
         return planned
 
     def expected(self) -> PlannedEpoch:
@@ -244,9 +249,15 @@ class BatchSizeSchedule:
         """Count the optimizer steps left in the run, as far as it is decided."""
         trial = self._trial()
         left = trial._plan_epoch(self._number, is_resumed=True).steps - self.steps_in_epoch
-        for number in range(self._number + 1, self.shape.epochs):
-            left += 0 if trial.run_is_over else trial._plan_epoch(number).steps
+        for number in itertools.count(self._number + 1):
+            if trial._ends_before(number):
+                break
+            left += trial._plan_epoch(number).steps
         return left
+
+    def _ends_before(self, number: int) -> bool:
+        """Return True if the run has no epoch of that number."""
+        return self.run_is_over if self.shape.run_samples is not None else number >= self.shape.epochs
 
     def _trial(self) -> BatchSizeSchedule:
         """Return a copy to run ahead with; decisions that can be made early are made once, for both."""

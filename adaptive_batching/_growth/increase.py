@@ -45,7 +45,7 @@ class GrowthState:
 
     Attributes:
         epoch: Epochs that the run has completed, including the fraction of the current one.
-        total_epochs: Epochs of the whole run.
+        total_epochs: Epochs of the whole run; of one that ends after so many samples, those at the configured size.
         batch_size: Current number of samples in a batch on one device.
         initial_batch_size: Number of samples in a batch on one device when the run began.
         maximum: Upper bound of ``batch_size``.

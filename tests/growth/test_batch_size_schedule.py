@@ -120,8 +120,8 @@ def steps_of(
     run: BatchSizeSchedule, number: int = 0, *, resumed: bool = False, observe: Any = dict
 ) -> Iterator[tuple[int, int, int, Any, int]]:
     """Yield epoch, size, schedule steps, progress and next size of each optimizer step from the epoch ``number`` on."""
-    for epoch in range(number, run.shape.epochs):
-        if run.run_is_over:
+    for epoch in itertools.count(number):
+        if run.run_is_over or (run.shape.run_samples is None and epoch == run.shape.epochs):
             return
         if epoch > number or not resumed:
             run.start_epoch(epoch, observe)
@@ -305,8 +305,20 @@ def test_a_run_of_so_many_samples_ends_when_less_than_a_step_is_left_and_as_plan
     assert all(size % parts == 0 for _, size in followed)
     assert [epoch.steps for epoch in plan] == list(Counter(epoch for epoch, _ in followed).values())
     assert sum(epoch.samples for epoch in plan) == run.samples_seen <= run_samples
-    assert run.run_is_over or len(plan) == 3
+    assert run.run_is_over
     assert all(epoch.dropped_samples < epoch.batch_sizes[-1] for epoch in plan)
+
+
+def test_a_run_of_so_many_samples_has_more_epochs_where_larger_batches_leave_more_of_each_out() -> None:
+    """Six epochs of the 24 samples at the configured size; a batch of 16 takes 16 of each."""
+    run = schedule_of(lambda epoch, size: 12 if epoch == 1 else 0, 4, 16, epochs=6, samples=24, run_samples=144)
+    assert [epoch.samples for epoch in run.plan()] == [24] + [16] * 7
+    assert follow(run)[2] == [24] + [16] * 7
+
+
+def test_a_run_of_so_many_samples_ends_where_no_epoch_has_those_of_a_step() -> None:
+    run = schedule_of(lambda epoch, size: 10, 10, 100, samples=25, run_samples=1000)
+    assert [epoch.steps for epoch in run.plan()] == [1, 0]
 
 
 @pytest.mark.parametrize(

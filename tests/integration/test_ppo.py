@@ -184,6 +184,13 @@ def test_the_batch_grows_with_its_optimizer_steps_until_the_trajectories_are_use
     assert rollouts == [4 * (n + 1) for n in range(10)], "two optimizer steps, twice, of each rollout"
 
 
+def test_a_batch_that_takes_less_of_each_epoch_trains_for_more_of_them(run: PPO) -> None:
+    """24 prompts, of which a batch of 16 takes 16; 48 trajectories are two epochs of batches of 4."""
+    maximum = run("num_steps=48", LIMIT, "use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16")
+    assert [(e["batch_size"], e["samples"]) for e in events(maximum, "epoch")] == [(16, 16)] * 3
+    assert len(maximum.weights(2)) > 0, "the last checkpoint is that of the last epoch"
+
+
 def test_the_probe_leaves_no_trace_and_finds_what_has_run(run: PPO, undisturbed: PPO) -> None:
     common = ["forward_batch_size=4", "num_steps=12"]
     stock = undisturbed(*common, stock=True)
@@ -227,9 +234,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(run: PPO, monkeypatch: pytes
     ]
     resume = ["resume_from_checkpoint=True", *named]
     resumed = run(*common, "num_steps=48", *resume, name="broken")
-    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 3
+    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 4
     assert resumed.metrics == whole.metrics
-    assert_same_weights(resumed.weights(3), whole.weights(3))
+    assert_same_weights(resumed.weights(4), whole.weights(4))
 
 
 @pytest.mark.parametrize(

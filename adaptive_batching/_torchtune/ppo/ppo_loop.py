@@ -7,6 +7,7 @@ step that the batch size is decided for, and it has two phases that each run out
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 from functools import reduce
@@ -49,7 +50,7 @@ class PPOLoop:
         schedule, batch_schedule = self._schedule, self._schedule.batch_schedule
         with tqdm(initial=training.global_step, dynamic_ncols=True) as self._progress:
             training.begin()
-            for epoch in range(run.first_epoch, run.epochs):
+            for epoch in itertools.count(run.first_epoch):
                 with training.epoch(epoch):
                     self._show_total()
                     # What is left of the run's trajectories may be less than a batch.
@@ -61,7 +62,7 @@ class PPOLoop:
                         if batch_schedule.epoch_is_over:
                             break
                         training.save_if_due(epoch)
-                if batch_schedule.run_is_over:  # within an epoch, or before its last
+                if batch_schedule.run_is_over:
                     break
             training.end()
 

@@ -385,7 +385,8 @@ class TrainingRun:
             self._limit.enter_context(self.limited())
             yield
         # Outside of the limit, as nothing may come in the way of a checkpoint.
-        is_last = schedule.batch_schedule.run_is_over or number + 1 == self.run.epochs
+        is_over = schedule.batch_schedule.run_is_over
+        is_last = number + 1 == self.run.epochs if self.run.samples is None else is_over
         self._note_progress(epochs_run=number + 1)
         if self._save_every is None or is_last or self._is_step_to_save:
             self._save(number, is_last=is_last)
