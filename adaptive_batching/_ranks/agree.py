@@ -110,6 +110,11 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def bar_options(self) -> dict[str, bool]:
+        """Arguments of a tqdm bar that the first rank alone shows."""
+        return {} if self.is_first else {"disable": True}  # tqdm reads TQDM_DISABLE if disable is not given
+
+    @property
     def is_next_to_first(self) -> bool:
         """True on the first rank, and where the launcher has put a rank on the same machine."""
         return self.is_first or os.environ.get("GROUP_RANK") == "0"

@@ -17,6 +17,8 @@ from adaptive_batching._torchtune.stock.losses import NextToken
 from adaptive_batching._torchtune.stock.objective import Objective
 
 ALONE = Ranks(alone=True)
+OTHER_RANK = Ranks(alone=True)
+OTHER_RANK.rank = 1
 SAMPLES = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 9, 3, 7, 4, 8, 6)]
 
 

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from adaptive_batching._torchtune.stock.data import SampleLoader, check_data_fills_a_step, stretch
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
 from adaptive_batching._values import ConfigError
-from tests.support.hosts import next_token
+from tests.support.hosts import ALONE, next_token
 
 DATA = [{"tokens": list(range(n)), "labels": [-100, *range(1, n)]} for n in (5, 9, 3, 7, 4, 8, 6)]
 
@@ -44,7 +44,7 @@ def test_data_that_fill_no_step_are_refused(samples: int, batch_size: int, accum
 
 def worst_case(data: list[Any], **limits: int) -> dict[str, Any]:
     unset = {"sequence_length": None, "tokenizer_max": None, "model_max": None}
-    return worst_case_sample(data, next_token(), **{**unset, **limits})
+    return worst_case_sample(data, next_token(), **{**unset, **limits}, ranks=ALONE)
 
 
 def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the_longest_sample() -> None:

@@ -121,6 +121,7 @@ class PPOSession:
             sequence_length=settings.sequence_length,
             tokenizer_max=host.max_length,
             model_max=None if most_tokens is None else most_tokens - stock.max_generated_tokens,
+            ranks=host.ranks,
         )
         length, generated = len(objective.tokens(prompt)), stock.max_generated_tokens
         one = longest(stock, length)

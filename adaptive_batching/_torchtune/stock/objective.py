@@ -13,6 +13,7 @@ from torch import nn
 from torchtune.training import OffloadActivations
 from tqdm import tqdm
 
+from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._values import ConfigError
 
@@ -201,13 +202,19 @@ class Objective(ABC):
 
 
 def worst_case_sample(
-    dataset: Any, objective: Objective, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
+    dataset: Any,
+    objective: Objective,
+    *,
+    sequence_length: int | None,
+    tokenizer_max: int | None,
+    model_max: int | None,
+    ranks: Ranks,
 ) -> Sample:
     """Return a sample of ``sequence_length`` tokens, else ``tokenizer_max``, else as long as the longest."""
     sample = dict(dataset[0])
     packed = is_packed(dataset)
     if objective.stretch(sample, len(objective.tokens(sample))) is None:  # as with tokens that refer to images
-        sample = sample if packed else _longest(dataset, objective)
+        sample = sample if packed else _longest(dataset, objective, ranks)
         length = len(objective.tokens(sample))
         if sequence_length is not None and sequence_length != length:
             kind = "packed" if packed else "multimodal"
@@ -219,7 +226,7 @@ def worst_case_sample(
         length = sequence_length or min(n for n in (tokenizer_max, model_max) if n is not None)
         sample = objective.stretch(sample, length) or sample
     else:
-        sample = _longest(dataset, objective)
+        sample = _longest(dataset, objective, ranks)
         length = len(objective.tokens(sample))
     if model_max is not None and length > model_max:
         source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
@@ -229,7 +236,8 @@ def worst_case_sample(
     return sample
 
 
-def _longest(dataset: Any, objective: Objective) -> Sample:
-    indices = tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True)
+def _longest(dataset: Any, objective: Objective, ranks: Ranks) -> Sample:
+    options = {"desc": "Looking for the longest sample", "dynamic_ncols": True, **ranks.bar_options}
+    indices = tqdm(range(len(dataset)), **options)
     longest: Sample = max((dataset[index] for index in indices), key=lambda sample: len(objective.tokens(sample)))
     return dict(longest)

@@ -173,7 +173,7 @@ def find_maximum(host: Host, run: StockRun, sizing: Sizing, cache_inputs: CacheI
     settings = sizing.settings
     sample = worst_case_sample(
         host.loader.dataset, host.objective, sequence_length=settings.sequence_length, tokenizer_max=host.max_length,
-        model_max=getattr(host.model, "max_seq_len", None),
+        model_max=getattr(host.model, "max_seq_len", None), ranks=host.ranks,
     )  # fmt: skip
     probe = Probe(host, run, sizing, cache_inputs, sample, report.directory)
     start = time.perf_counter()

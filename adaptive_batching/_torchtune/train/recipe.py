@@ -168,7 +168,7 @@ class AdaptiveBatching:
         if self._validation is not None and self._validation_loader is not None:
             objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
             with unchanged_random_state(self._device):
-                held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
+                held_out = hold_out(self._validation, self._validation_loader, objective, host.model, self.ranks)
         session = Run(host, run, self._settings, self._increase, report, self._stored, held_out)
         session.make_plan(self._cache_inputs(cfg))
         self._session, self.global_step = session, session.run.first_step

@@ -202,8 +202,7 @@ class TrainingLoop:
         host, run, batch_schedule = self._host, self._run, self._schedule.batch_schedule
         self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         total, before = batch_schedule.steps_per_epoch, batch_schedule.steps_in_epoch
-        shown = {} if host.ranks.is_first else {"disable": True}  # else as the environment says
-        with tqdm(total=total, initial=before, dynamic_ncols=True, **shown) as progress:
+        with tqdm(total=total, initial=before, dynamic_ncols=True, **host.ranks.bar_options) as progress:
             for index, batch in enumerate(self._schedule.batches()):
                 with self.training.recorded_memory(epoch, index):
                     ends_window = len(self._window) + 1 == batch_schedule.accumulation

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.increase import reads_val_loss
-from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._ranks.agree import GroupError, Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
 from adaptive_batching._step.data_parallel import record_collectives
 from adaptive_batching._step.limits import TokenLimit
@@ -62,7 +62,9 @@ class HeldOut:
     longest: int  # number of its longest sample
 
 
-def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Objective, model: nn.Module) -> HeldOut:
+def hold_out(
+    settings: ValidationSettings, loader: SampleLoader, objective: Objective, model: nn.Module, ranks: Ranks
+) -> HeldOut:
     """Return a data set to validate on. Each sample is read once, which takes less than a validation does.
 
     Refused is one that is empty, without a single target, or with a sample that is longer than a model takes.
@@ -71,7 +73,7 @@ def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Obje
     if size == 0:
         raise ConfigError("dataset_val is empty; check its source, split and filters")
     lengths, has_targets = [], False
-    for index in tqdm(range(size), desc="Reading dataset_val", dynamic_ncols=True):
+    for index in tqdm(range(size), desc="Reading dataset_val", dynamic_ncols=True, **ranks.bar_options):
         sample = loader.dataset[index]
         lengths.append(len(objective.tokens(sample)))
         has_targets = has_targets or objective.counts([sample]).terms > 0
