@@ -28,7 +28,7 @@ from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
 from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter, TrainingWork, held_back, parallel_of
-from adaptive_batching._values import ByLength, Fixed, SplitSize
+from adaptive_batching._values import ByLength, Fixed
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Exploration:
 def explore_micro_batch_size(
     host: Host, run: StockRun, controller: BatchController, split_policy: SplitPolicy, stored: Mapping[str, Any],
     report: Report,
-) -> SplitSize:  # fmt: skip
+) -> Fixed | ByLength:  # fmt: skip
     """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest.
 
     Weights, gradients, random state and data order are left as they were.
@@ -107,7 +107,7 @@ def sizes_to_time(batch_size: int, largest: int) -> list[int]:
     return chosen[::-1]
 
 
-def _split_size(candidate: Candidate) -> SplitSize:
+def _split_size(candidate: Candidate) -> Fixed | ByLength:
     return Fixed(candidate) if isinstance(candidate, int) else ByLength()
 
 

@@ -52,7 +52,7 @@ from adaptive_batching._torchtune.train.recipe_work import (
 from adaptive_batching._torchtune.train.rows import lay_end_to_end
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
 from adaptive_batching._torchtune.train.validating import HeldOut, Validation
-from adaptive_batching._values import ByLength, ConfigError, Explore, Whole
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Run:
         size = probed.sizes.micro_batch_size
         if isinstance(size, Explore):
             size = explore_micro_batch_size(host, run, controller, split_policy, stored, report)
-            self._explored = str(size) if isinstance(size, ByLength) else int(str(size))
+            self._explored = size.samples if isinstance(size, Fixed) else str(size)
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, ByLength))
         split_policy.size = size
 
