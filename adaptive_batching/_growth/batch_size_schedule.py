@@ -297,9 +297,9 @@ class BatchSizeSchedule:
     def _use_size(self, epoch: float) -> None:
         """Take steps of the present size from ``epoch`` on."""
         shape, window, size = self.shape, self.window, self.controller.batch_size
-        # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
-        # left of its share in the schedule is spread evenly over them. Where the data end it, a sample uses up one at
-        # most, and what is left is taken at the end: of larger batches more samples are dropped.
+        # If max_steps ends the epoch, the samples to come differ in number from those that the stock run's epoch has
+        # left, so the rest of the epoch's learning-rate schedule is spread evenly over them. If the data end it, each
+        # sample uses up at most one of the stock run's, and the last step the rest: larger batches drop more samples.
         left = max(shape.reference_steps * shape.reference_samples - self._used_samples, Fraction(0))
         self._used_per_sample = left / max(self._steps_to_come * window, 1)
         steps = math.inf if shape.max_steps is None else shape.max_steps - self.steps_in_epoch

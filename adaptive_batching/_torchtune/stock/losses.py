@@ -57,7 +57,7 @@ class NextToken(Objective):
 
     def counts(self, samples: Sequence[Sample]) -> Counts:
         counted = [np.asarray(sample["labels"]) != self._loss.ignore_index for sample in samples]
-        # A sample's first label predicts nothing, yet stock counts it.
+        # A sample's first label is never predicted, yet stock counts it.
         return Counts(sum(int(mask[1:].sum()) for mask in counted), sum(int(mask.sum()) for mask in counted))
 
     def size(self, sample: Sample) -> int:
@@ -219,7 +219,7 @@ class Distillation(NextToken):
 
 
 class FakeQuantized(NextToken):
-    """Next tokens, as rounding will leave them. A probe runs with rounding on, which takes the most memory."""
+    """Next-token prediction with fake-quantized weights. A probe runs with rounding on, which takes the most memory."""
 
     def __init__(self, parts: StockParts) -> None:
         super().__init__(parts.collate, parts.loss, parts.activations, parts.num_chunks)
@@ -301,10 +301,8 @@ class Preferences(Objective):
         log_probs, logits = self._forward(model, batch, labels)
         halves = logits.tensor_split([of_chosen], 0 if bounds is None else 1)
         means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(ANSWERS, halves, strict=True)}
-        del (
-            logits,
-            halves,
-        )  # so that they are freed before the reference's are made, where the backward pass needs them not
+        # Free them before the reference's forward; no backward needs them.
+        del logits, halves
         frozen = self.frozen_models
         reference, adapters = (frozen[0], contextlib.nullcontext()) if frozen else (model, disable_adapter(model))
         with torch.no_grad(), adapters:

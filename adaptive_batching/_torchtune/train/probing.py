@@ -1,4 +1,4 @@
-"""The probe of a recipe, whose result is taken again while nothing that memory depends on has changed."""
+"""The probe of a recipe, whose result is reused as long as nothing that memory depends on has changed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def unless_off(method: _Method) -> _Method:
-    """Have stock's own method run in place of ``method``, one of ``AdaptiveBatching``, with no field set."""
+    """Call stock's method instead of ``method`` when no field is set."""
 
     @functools.wraps(method)
     def run(self: AdaptiveBatching, *args: Any, **kwargs: Any) -> Any:
@@ -74,8 +74,8 @@ class SettledRun(Protocol):
 class AdaptiveBatching:
     """Mixed into a stock fine-tuning recipe, before it in the list of bases.
 
-    With no field set, set-up, training and checkpoints are stock's own. Fields are those of the config, a validation,
-    and a ``make_objective`` of a subclass.
+    With no field set, set-up, training and checkpoints are stock's own. A validation and a subclass's own
+    ``make_objective`` count as fields.
 
     A subclass extends the methods of stock's set-up (``_setup_model`` and the like), or names another
     ``make_objective``; attributes that it changes when ``setup`` has ended are not looked at again.

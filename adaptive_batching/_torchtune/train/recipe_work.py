@@ -82,7 +82,7 @@ class SplitPolicy:
 
 
 class RecipeWork(Work[Samples, MicroBatch, R]):
-    """The models of a recipe, as far as any work of it has to do with them.
+    """What training, validation and rollouts of a recipe share.
 
     ``find_batch_dependent_module`` names a module that computes over the batch, or returns None.
     """
@@ -221,10 +221,8 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
         return runs_of(self._host, parts, self._around)
 
-    @contextlib.contextmanager
-    def _around(self, part: MicroBatch) -> Iterator[None]:
-        with contextlib.nullcontext() if _state.rehearsing else self.splitter.timed(part):  # as in an audit
-            yield
+    def _around(self, part: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if _state.rehearsing else self.splitter.timed(part)  # as in an audit
 
     def num_retries(self) -> int:
         return num_allocation_retries(self._host.device)
