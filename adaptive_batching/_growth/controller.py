@@ -23,20 +23,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FixedAccumulation:
-    """Every step takes ``batches`` batches, each a multiple of ``parts``; the global batch grows with their size."""
+    """Every optimizer step takes ``batches`` batches; the global batch grows with the batch size."""
 
     batches: int = 1
-    parts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batches", "parts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.batches < 1:
+            raise ValueError(f"batches={self.batches} must be at least 1")
 
     @property
     def least(self) -> int:
         """The smallest possible size."""
-        return self.parts
+        return 1
 
     def batches_at(self, batch_size: int) -> int:
         """Return the batches of an optimizer step."""
@@ -48,11 +46,25 @@ class FixedAccumulation:
 
     def allowed(self, batch_size: int) -> int:
         """Return the largest possible size that is at most ``batch_size``."""
-        return batch_size // self.parts * self.parts
+        return batch_size
 
     def room(self, samples: int) -> int | None:
         """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
         return self.allowed(samples // self.batches)
+
+
+@dataclass(frozen=True)
+class InParts(FixedAccumulation):
+    """Every optimizer step takes ``batches`` batches, each a multiple of ``parts``."""
+
+    parts: int = 1
+
+    @property
+    def least(self) -> int:
+        return self.parts
+
+    def allowed(self, batch_size: int) -> int:
+        return batch_size // self.parts * self.parts
 
 
 @dataclass(frozen=True)
@@ -159,13 +171,10 @@ class BatchController:
         note = warning = ""
         if asked != previous + increase:
             note = f" (asked for {increase}; {asked} is the smallest)"
-        elif wanted != asked:
-            why = (
-                f"does not divide the global batch {self.accumulation.samples}"
-                if isinstance(self.accumulation, KeepGlobal)
-                else f"is no multiple of the {self.accumulation.parts} parts of a batch"
-            )
-            note = f" (asked for {increase}: {asked} {why})"
+        elif isinstance(self.accumulation, KeepGlobal) and wanted != asked:
+            note = f" (asked for {increase}: {asked} does not divide the global batch {self.accumulation.samples})"
+        elif isinstance(self.accumulation, InParts) and wanted != asked:
+            note = f" (asked for {increase}: {asked} is no multiple of the {self.accumulation.parts} parts of a batch)"
         if wanted == previous:
             reason, warning = f"kept{note}", note.strip()
         elif wanted > self.maximum:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.controller import Accumulation, FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.controller import Accumulation, InParts, KeepGlobal
 from adaptive_batching._probe.sizes import rounded_down
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize, Whole
 
@@ -194,7 +194,7 @@ def size_up(
         splits=splits,
         settings=settings,
         batch_size=batch_size,
-        accumulation=kept or FixedAccumulation(accumulation, equal_parts),
+        accumulation=kept or InParts(accumulation, equal_parts),
         equal_parts=equal_parts,
         keeps_batches=keeps_batches,
     )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from adaptive_batching import growth, plan_batch_sizes
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
-from adaptive_batching._growth.controller import BatchController, FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.controller import BatchController, FixedAccumulation, InParts, KeepGlobal
 from adaptive_batching._growth.increase import IncreaseFunction, IncreaseFunctionError
 from adaptive_batching._growth.schedules import fixed_increase, replace_lr_decay, step
 from tests.support.examples import STATE
@@ -60,7 +60,7 @@ def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer
     ("accumulation", "answers", "sizes"),
     [
         (FixedAccumulation(2), [None, -3, 4, None, -100, 1], [8, 5, 9, 9, 1, 2]),
-        (FixedAccumulation(parts=4), [-3, -2, -100, 5], [4, 4, 4, 8]),  # the largest multiple, and not below one
+        (InParts(parts=4), [-3, -2, -100, 5], [4, 4, 4, 8]),  # the largest multiple, and not below one
         (KeepGlobal(16), [-1, -1, 6, -100], [4, 2, 8, 1]),  # divisors of what the optimizer sees
     ],
 )
@@ -81,8 +81,8 @@ def test_a_negative_answer_makes_the_batch_smaller_but_not_empty_and_none_keeps_
 @pytest.mark.parametrize(
     ("accumulation", "increase", "reason"),
     [
-        (FixedAccumulation(parts=4), 2, "kept (asked for 2: 66 is no multiple of the 4 parts of a batch)"),
-        (FixedAccumulation(2, parts=4), 6, "f added 4 (asked for 6: 70 is no multiple of the 4 parts of a batch)"),
+        (InParts(parts=4), 2, "kept (asked for 2: 66 is no multiple of the 4 parts of a batch)"),
+        (InParts(2, parts=4), 6, "f added 4 (asked for 6: 70 is no multiple of the 4 parts of a batch)"),
         (KeepGlobal(128), 2, "kept (asked for 2: 66 does not divide the global batch 128)"),
     ],
 )
@@ -294,7 +294,7 @@ def test_the_plan_tells_the_learning_rate_at_the_end_of_each_epoch() -> None:
 def test_a_run_of_so_many_samples_ends_when_less_than_a_step_is_left_and_as_planned(
     run_samples: int, samples: int, start: int, parts: int, gamma: float
 ) -> None:
-    accumulation = FixedAccumulation(parts=parts)
+    accumulation = InParts(parts=parts)
     size, maximum = start * parts, accumulation.allowed(min(samples, run_samples))
     if size > maximum:
         return
