@@ -361,7 +361,7 @@ def controls(**settings: Any) -> BatchController:
         (controls, {"maximum": 3}, ValueError, "batch_size=4 must be from 1 to maximum=3"),
         (controls, {"accumulation": KeepGlobal(10)}, ValueError, "batch_size=4 does not work with .*; start with 2"),
         (RunShape, {"epochs": 2, "samples": 0}, ValueError, "samples=0 must be at least 1"),
-        *((FixedAccumulation, {name: 0}, ValueError, f"{name}=0 must be at least 1") for name in ("batches", "parts")),
+        (FixedAccumulation, {"batches": 0}, ValueError, "batches=0 must be at least 1"),
         (KeepGlobal, {"samples": 0}, ValueError, "samples=0 must be at least 1"),
         *((planned, {"increase": step(), name: 0}, ValueError, f"{name}=0")
           for name in ("batch_size", "epochs", "samples", "maximum")),
