@@ -52,6 +52,7 @@ from adaptive_batching._transformers.generated_rows import (
     PreparedBatch,
     PreparedRow,
     Rows,
+    owner_of_method,
     sample_batch,
 )
 from adaptive_batching._transformers.handed_out import alone, replaced
@@ -608,6 +609,12 @@ def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapp
         )
     if getattr(trainer, "use_liger_kernel", False) or getattr(trainer, "use_liger_loss", False):
         raise ConfigError("the loss of Liger computes log-probabilities itself; set use_liger_kernel=False")
+    owner = owner_of_method(type(trainer), "compute_loss")
+    if scores_completions(type(trainer)) and vars(owner)["compute_loss"].__module__.partition(".")[0] != "trl":
+        raise ConfigError(
+            f"{owner.__name__} has a compute_loss of its own, which parts do not call: they run _compute_loss, for "
+            "some completions at a time; override _compute_loss instead, or train without adaptive"
+        )
 
 
 @contextlib.contextmanager

@@ -256,6 +256,28 @@ def test_what_cannot_run_in_parts_is_refused(ours: Any, settings: Any, message: 
         made(tmp_path, ours, "dapo", **settings)
 
 
+class ComputesLoss(GRPOTrainer):  # type: ignore[misc]
+    """Adds to TRL's loss where Trainer asks for it."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) + 1
+
+
+class ComputesLossOfPart(GRPOTrainer):  # type: ignore[misc]
+    """Adds to TRL's loss where TRL computes it."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, inputs) + self.model.lm_head.weight.square().mean()
+
+
+def test_a_compute_loss_of_somebodys_own_is_refused_rather_than_left_out(tmp_path: Path) -> None:
+    told = r"ComputesLoss has a compute_loss of its own.*override _compute_loss instead"
+    with pytest.raises(ConfigError, match=told):
+        made(tmp_path, THREE, "dapo", kind=ComputesLoss)
+    assert made(tmp_path, {}, "dapo", kind=ComputesLoss).adaptive is None
+    assert made(tmp_path, THREE, "dapo", kind=ComputesLossOfPart).adaptive is not None
+
+
 def test_a_trainer_that_is_there_becomes_adaptive(stock: Any, tmp_path: Path) -> None:
     plain = make(tmp_path)
     trainer = GRPOTrainer(
