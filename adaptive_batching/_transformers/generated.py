@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 _NEEDED = (METHOD, "_compute_loss", "_generate_and_score_completions")
 _LESS_MEMORY = "gradient_checkpointing=True, bf16=True, LoRA, or a smaller max_completion_length"
 _SETTINGS = {"micro_batch_size", "padding", "memory_limit", "headroom", "search", "recover_from_oom"}
+_FACTORS = {"advantages", "importance_sampling_ratio"}  # of the losses of rows or tokens, which may be 0
 _READ_AT_ONCE = 1000  # prompts of the data
 _TOKENIZED = 64  # of those with the most characters, whose tokens are counted
 _LOOKED_AT = (5, 9, 3), (6, 4, 8)  # tokens of prompts and completions that run padded and packed
@@ -212,7 +213,7 @@ class GeneratedRun:
         self._num_generations_again = 0
         self._wrapped: nn.Module | None = None
         self._model: Any = None  # as it is called, without DDP
-        self._is_open = self._is_ready = False
+        self._is_open = self._is_ready = self._rows_depend = False
 
     def __str__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.given.items())
@@ -312,20 +313,30 @@ class GeneratedRun:
 
     def rows_depend(self, batch: PreparedBatch) -> bool:
         """Return True if the gradient of a row depends on numbers of others, as with a quantile; no model runs."""
-        trainer, generator = self._trainer, torch.Generator().manual_seed(0)
-        shape, half, device = (len(batch.ids), batch.width), (len(batch.ids) + 1) // 2, batch.ids.device
+        # Until it does it is asked for each batch: a loss may change in training, and one batch need not show it.
+        self._rows_depend = self._rows_depend or self._shows_dependence(batch)
+        return self._rows_depend
+
+    def _shows_dependence(self, batch: PreparedBatch) -> bool:
+        trainer, generator, device = self._trainer, torch.Generator().manual_seed(0), batch.ids.device
+        shape, at = (len(batch.ids), batch.width), [row.index for row in batch.rows][::2]
         old = batch.inputs.get("old_per_token_logps")
         center = torch.full(shape, -4.0) if old is None else old.float().cpu()
         own = [center + 0.1 * torch.rand(shape, generator=generator), 4 * torch.rand(shape, generator=generator)]
+        # A row without an advantage has no gradient that could show it, and a clipped loss has none for one sign.
+        inputs = {**batch.inputs, **{key: torch.ones_like(batch.inputs[key]) for key in _FACTORS & batch.inputs.keys()}}
+        if "advantages" in inputs:
+            inputs["advantages"][at[1::2]] = -1
         gradients = []
         for scale in (0.5, 2.0):
-            leaves = [value[:half].to(device).requires_grad_() for value in own]
+            leaves = [value[at].to(device).requires_grad_() for value in own]
             filled = [
-                torch.cat([leaf, scale * value[half:].to(device)]) for leaf, value in zip(leaves, own, strict=True)
+                (scale * value).to(device).index_copy(0, torch.tensor(at, device=device), leaf)
+                for leaf, value in zip(leaves, own, strict=True)
             ]
             method = returning((*filled, *[None] * self.rows.num_others))
             with uncounted(trainer), by_itself(trainer), replaced(trainer, **{METHOD: method}), torch.enable_grad():
-                loss = trainer._compute_loss(self._model, batch.inputs)
+                loss = trainer._compute_loss(self._model, inputs)
             found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
             gradients += [torch.cat([each.flatten() for each in found if each is not None] or [leaves[0].flatten()])]
         one, other = gradients

@@ -84,6 +84,20 @@ def test_updates_and_logs_are_those_of_trl_whatever_the_loss(name: str, stock: A
         assert trainer.adaptive.num_recoveries == 0
 
 
+def gradients(trainer: Any, batch: Any) -> list[torch.Tensor]:
+    """Return that of TRL's loss of a whole batch, and that of its parts."""
+    found = []
+    for way in ("whole", "parts"):
+        trainer.model.zero_grad()
+        if way == "whole":
+            with replaced(trainer, **{METHOD: trainer.adaptive.rows._method}):
+                trainer._compute_loss(trainer.model, batch).backward()
+        else:
+            trainer.adaptive.step(trainer.model, batch)
+        found.append(torch.cat([value.grad.flatten() for value in trainer.model.parameters()]).double())
+    return found
+
+
 @pytest.mark.parametrize("ours", [AUTO, THREE], ids=["auto", "3"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_gradient_of_a_batch_is_that_of_trls_loss_of_all_of_it(level: str, ours: Any, tmp_path: Path) -> None:
@@ -93,17 +107,21 @@ def test_the_gradient_of_a_batch_is_that_of_trls_loss_of_all_of_it(level: str, o
     batch = max(trainer._buffered_inputs, key=lambda batch: len(batch["completion_mask"].sum(1).unique()))
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"):
         trainer.loss_type = loss_type
-        found = []
-        for way in ("whole", "parts"):
-            trainer.model.zero_grad()
-            if way == "whole":
-                with replaced(trainer, **{METHOD: trainer.adaptive.rows._method}):
-                    trainer._compute_loss(trainer.model, batch).backward()
-            else:
-                trainer.adaptive.step(trainer.model, batch)
-            found.append(torch.cat([value.grad.flatten() for value in trainer.model.parameters()]).double())
+        found = gradients(trainer, batch)
         # TRL's own gradient of vespo, with exponentials of sums of log-ratios, is as far from that in double precision.
         assert difference(*found) < (1e-5 if loss_type == "vespo" else 1e-6), loss_type
+
+
+@pytest.mark.parametrize("without", ["advantages", "completion_mask"])
+def test_a_quantile_is_that_of_the_batch_though_half_of_it_has_nothing_to_learn(without: str, tmp_path: Path) -> None:
+    """As where all completions of a prompt have the same reward, or are masked because they are cut off."""
+    trainer = trained(tmp_path, THREE, "quantile", beta=0.0, max_steps=1)
+    trainer.model.train()
+    batch = {**trainer._buffered_inputs[0], "advantages": torch.tensor([1.0, -1.0]).repeat(BATCH // 2)}
+    batch[without] = batch[without].clone()
+    batch[without][: BATCH // 2] = 0
+    trainer.adaptive._rows_depend = False  # as if it were the first batch
+    assert difference(*gradients(trainer, batch)) < 1e-6
 
 
 def test_with_nothing_set_training_is_that_of_trl(stock: Any, tmp_path: Path) -> None:
