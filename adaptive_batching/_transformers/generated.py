@@ -249,6 +249,11 @@ class GeneratedRun:
 
     # A step
 
+    def begin(self) -> None:
+        """Forget the step that an earlier run was in as it ended, by an error, say."""
+        self._is_open = self._rows_depend = False
+        self.timer.forget()
+
     def step(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Leave the gradient of a prepared batch, besides that of others of the step; return its loss, without a graph.
 
@@ -443,7 +448,11 @@ class GeneratedRun:
         """
         if self._is_ready:
             return
-        self._is_ready, trainer = True, self._trainer
+        self._get_ready(inputs)
+        self._is_ready = True  # last: after an error, another run is checked and probed again
+
+    def _get_ready(self, inputs: Any) -> None:
+        trainer = self._trainer
         # For a callback that adopts, TRL had not set all of its attributes.
         check_generating(trainer, self.settings, self.given)
         if any(each.get(name) is not None for each in inputs for name in ("image", "images")):
@@ -540,6 +549,11 @@ class AdaptiveGeneration:
     model: Any
     state: Any
     _get_output_dir: Callable[..., str]
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        if self.adaptive is not None:
+            self.adaptive.begin()
+        return super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if self.adaptive is not None and self.model.training:

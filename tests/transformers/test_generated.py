@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from adaptive_batching import ConfigError, DoesNotFitError
@@ -247,6 +248,39 @@ def test_what_does_not_fit_at_all_says_what_to_set(tmp_path: Path) -> None:
         pytest.raises(DoesNotFitError, match=r"1 completion of up to .* tokens.*max_completion_length"),
     ):
         trainer.train()
+
+
+class InterruptsOnce(TrainerCallback):
+    """Presses Ctrl-C within the first step."""
+
+    pressed = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+
+
+def test_a_run_after_one_that_was_interrupted_within_a_step_runs_nothing_of_it_again(tmp_path: Path) -> None:
+    ended = []
+    for ours in (None, THREE):
+        trainer = made(tmp_path, ours, "dapo", callbacks=[InterruptsOnce()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        if ours is not None:
+            fails_in_backward(trainer, [1])
+        trainer.train()
+        ended.append(trainer)
+    assert ended[1].adaptive.num_recoveries == 1
+    assert_as(*ended)
+
+
+def test_a_run_after_one_that_failed_before_it_began_is_probed(tmp_path: Path) -> None:
+    trainer = made(tmp_path, AUTO, "dapo", max_steps=1)
+    with failing(trainer.adaptive.rows, "_method", range(99)), pytest.raises(DoesNotFitError):
+        trainer.train()
+    trainer.train()
+    assert trainer.adaptive.rows.packed and trainer.adaptive.probe is not None
 
 
 def test_an_evaluation_that_runs_out_of_memory_has_the_loss_of_trl(stock: Any, tmp_path: Path) -> None:
