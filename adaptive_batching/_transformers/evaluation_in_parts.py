@@ -12,8 +12,10 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers.trainer_pt_utils import nested_concat
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
+from adaptive_batching._state import draws_put_back
 from adaptive_batching._transformers.declared import counted_by_trl, state_of
 from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
@@ -114,7 +116,9 @@ class EvaluationInParts:
         if trainer.args.world_size == 1:
             yield
             return
-        batch = collated(samples, trainer.data_collator)
+        # It is collated again where it runs, and what is drawn then, as of a mask, has to be what is counted here.
+        with draws_put_back(trainer.data_collator), unchanged_random_state(trainer.args.device):
+            batch = collated(samples, trainer.data_collator)
         number = trainer._get_num_items_in_batch([batch], trainer.args.device)
 
         def number_of_all(*args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from adaptive_batching import DoesNotFitError
 from adaptive_batching.transformers import AdaptiveArguments
@@ -91,6 +92,37 @@ def test_a_loss_of_another_kind_is_what_it_would_have_been(kind: str, tmp_path: 
     assert logits[0].shape == logits[1].shape
     within = np.ones(logits[0].shape[:-1], bool) if kind != "T5" else stock.label_ids != -100
     np.testing.assert_allclose(logits[0][within], logits[1][within], rtol=1e-4, atol=1e-5)
+
+
+class Masking:
+    """Leaves out targets at random, by a generator of its own, or that of the process."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __call__(self, samples: list[trainers.Features]) -> dict[str, torch.Tensor]:
+        batch = trainers.collate(samples)
+        drawn = torch.rand(batch["labels"].shape, generator=self.generator)
+        return {**batch, "labels": batch["labels"].masked_fill(drawn < 0.5, -100)}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_collate_function_that_draws_draws_once_for_each_batch_on_several_ranks(
+    is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is divided by the number of the targets that it is the sum of."""
+    found = []
+    for ours in (None, OURS):
+        generator = torch.Generator() if is_own else torch.default_generator
+        trainer = make_trainer(
+            tmp_path, ours, collator=Masking(generator if is_own else None), per_device_eval_batch_size=8
+        )
+        generator.manual_seed(5)
+        with monkeypatch.context() as patched:
+            patched.setattr(transformers.TrainingArguments, "world_size", 2)  # of which this process plays one
+            loss = trainer.evaluate(trainers.make_data(21))["eval_loss"]
+        found.append((loss, generator.get_state().tolist()))
+    assert found[0] == found[1]
 
 
 def test_samples_with_labels_and_without_them_are_predicted_by_the_same_trainer(tmp_path: Path) -> None:
