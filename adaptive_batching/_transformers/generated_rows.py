@@ -16,13 +16,12 @@ from torch import nn
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._transformers.check_of_rows import Watch
-from adaptive_batching._transformers.row_of_samples import RowAttention
+from adaptive_batching._transformers.row_of_samples import IGNORED, RowAttention
 from adaptive_batching._values import ConfigError, first_line, percent
 
 METHOD = "_get_per_token_logps_and_entropies"
 """The method by which TRL computes all that its loss takes from a model."""
 
-_IGNORED = -100
 # How far log-probabilities may be off by rounding, relative to them.
 _ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _ROUNDING_OF_SINGLE = 1e-4
@@ -149,8 +148,8 @@ class Rows:
         self, model: nn.Module, ids: torch.Tensor, seen: torch.Tensor, width: int, more: Mapping[str, Any]
     ) -> tuple[Numbers, tuple[Any, ...]]:
         completions, row = seen[:, -width:], ids[seen][None]
-        labels = ids.masked_fill(~seen, _IGNORED)
-        labels[:, :-width] = _IGNORED
+        labels = ids.masked_fill(~seen, IGNORED)
+        labels[:, :-width] = IGNORED
         labels = labels[seen][None]
         # As in the padded batch, of which a model counts the columns.
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)[seen][None]
@@ -161,7 +160,7 @@ class Rows:
             return model(**inputs, position_ids=positions)
 
         values = self._method(in_a_row, row, torch.ones_like(row), row.shape[1] - 1, **more)
-        is_target = labels[0, 1:] != _IGNORED
+        is_target = labels[0, 1:] != IGNORED
         numbers = [None if each is None else _spread(each[0][is_target], completions) for each in values[:2]]
         return numbers, tuple(values[2:])
 

@@ -43,13 +43,11 @@ from adaptive_batching._transformers.losses_of_groups import (
     without_gradients,
 )
 from adaptive_batching._transformers.older_versions import declared_as_scaled, shifts_labels
+from adaptive_batching._transformers.row_of_samples import IGNORED
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
 from adaptive_batching._without_chance import WithoutChance
 
 log = logging.getLogger(__name__)
-
-IGNORED = -100
-"""Label of a token that is no target."""
 
 _TRIES = (7, None), (4, None), (3, None), (2, None), (4, 16)
 """Samples that run together, and tokens of each, None for all: fewer where memory runs out."""
