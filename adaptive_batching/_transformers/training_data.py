@@ -9,7 +9,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler, RandomSampler
@@ -22,6 +22,7 @@ from adaptive_batching._transformers.handed_out import (
     CollatedLength,
     PairLength,
     Sample,
+    Samples,
     count_numbers,
     handing_out_samples,
     has_decoder,
@@ -168,8 +169,13 @@ class TrainingData:
         return self._sample_of(self._row(index))
 
     def _sample_of(self, row: Any) -> Sample:
+        return self._as_samples([row]).features[0]
+
+    @functools.cached_property
+    def _as_samples(self) -> Callable[[list[Any]], Samples]:
+        """What the loader that hands out samples makes of rows."""
         of_samples = handing_out_samples(self.loader, self._trainer.data_collator)
-        return of_samples.collate_fn([row]).features[0]
+        return cast("Callable[[list[Any]], Samples]", of_samples.collate_fn)
 
     def _length_function(self, sample: Sample) -> Callable[[Sample], int] | None:
         trainer = self._trainer
