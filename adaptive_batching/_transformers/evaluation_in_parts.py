@@ -90,6 +90,7 @@ class EvaluationInParts:
         losses, logits, labels = zip(*(part.predicted for part in parts), strict=True)
         of_loss = LossKind(False, "samples")
         if losses[0] is not None:
+            # Only here: finding it takes forwards of its own, which an evaluation that fits, or has no loss, is spared.
             of_loss = self._kind = self._kind or kind()
         weights = [float(of_loss.count(part.batch, len(part.samples))) for part in parts]
         _join_metrics(

@@ -310,7 +310,7 @@ class GeneratedRun:
                 self.backward(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward as Trainer does, whose loss is a mean over accumulated batches unless TRL sees to that."""
+        """Divide by the accumulation steps, unless TRL's loss already does, and run backward."""
         trainer = self._trainer
         divisor = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
         with torch.autocast(loss.device.type, enabled=False):

@@ -24,11 +24,13 @@ Sample = Any
 
 
 class Samples:
-    """Samples of a batch as the data set has them; in place of a collate function, what a loader hands out.
+    """An uncollated batch. Used as ``collate_fn``, it makes a loader yield these.
 
     They are collated when they run, in parts that fit: rows of a collated batch cannot be told apart where DPO and
-    reward collators put two rows of a sample far apart, or ``padding_free`` makes one row of all samples. This is no
-    list, because Accelerate would look for tensors in every token of one.
+    reward collators put two rows of a sample far apart, or ``padding_free`` makes one row of all samples. So the
+    training process collates, rather than a loader's workers, which cannot know the parts: which fit, and which run
+    again in smaller ones, shows in training alone. This is no list, because Accelerate would look for tensors in every
+    token of one.
     """
 
     def __init__(self, features: list[Sample]) -> None:

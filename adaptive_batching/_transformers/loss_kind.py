@@ -75,8 +75,7 @@ class LossKind:
     """The label of what is no target."""
 
     rows: int = 0
-    """Rows of a batch for each sample, where it is by these that samples are counted: a collate function may leave some
-    out. 0 where a batch has other rows."""
+    """Rows per sample, used to count samples when the collator may drop some; 0 if rows per sample vary."""
 
     factor: float = 1.0
     """What Trainer multiplies a mean by if it passes ``num_items_in_batch``: the number of ranks, as a rule."""

@@ -54,8 +54,8 @@ class Extremes(NamedTuple):
 class TrainingData:
     """The samples of a loader that trains, read one by one; random numbers stay as they are.
 
-    ``before`` is that of an earlier run, whose extremes are these if it has read the same; ``longest_pair`` is known of
-    a run that goes on.
+    ``before``: data of an earlier run, whose extremes are reused if data set and collator are the same objects.
+    ``longest_pair`` is known of a run that goes on.
 
     Raises:
         ConfigError: If the loader cannot be used; ``resizes`` if its batches are to have another size.
