@@ -98,10 +98,9 @@ class State:
     def save(self) -> None:
         """Save what a step may change besides gradients and random numbers of the process.
 
-        Large tensors are copied if the last step has changed them. Small ones are, too, but those that the first step
-        has left as they were have a copy already, on the host, until something writes to them. Parameters that are not
-        trained count if they are little of all, such as codebooks: otherwise they are weights of LoRA or of a
-        reference.
+        Large tensors are copied if the last step has changed them, small ones in every step. Small ones that the first
+        step has left unchanged have a copy on the host, which is used until something writes to them. Parameters that
+        are not trained count if they are few, such as codebooks: many are the weights below adapters, or a reference.
         """
         self._saved = Saved(self)
         for kept in self._saved.kept:
@@ -262,7 +261,7 @@ class Kept:
     def has_changed(self) -> bool:
         """True if bits have changed; of large tensors, also if they were written to, which ``.data`` does not show.
 
-        For the same reason older copies hold only where the tensor was written to since it was saved.
+        For the same reason copies of an earlier step may be stale, and count only if something was written since.
         """
         is_written = version_of(self.tensor) != self._version
         if self.is_large:

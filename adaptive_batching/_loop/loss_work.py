@@ -147,8 +147,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             total, number = self.forward(part.samples)
             if part.is_filler:
                 total, number = 0 * total.nan_to_num(), 0 * number
-            # A mean over nothing has a gradient that is not a number, and a constant has none. Where other ranks wait
-            # for this one in its backward pass, it has to run.
+            # A mean over nothing has a gradient that is not a number, and a constant has none. To know that there is
+            # nothing waits for a device that counts. Where other ranks wait for this backward pass, it has to run.
             if not self._parallel.roots and (part.is_filler or not number):
                 return torch.zeros_like(total), number
             self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))

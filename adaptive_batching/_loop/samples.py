@@ -59,7 +59,7 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
 
         self.collate = collate
         self.samples: list[Sample] = []
-        """All of the step."""
+        """Those of the step on this rank."""
 
         self._length = length
 
@@ -141,7 +141,7 @@ def as_sum(loss: Loss | Mean, count: Callable[[Any], torch.Tensor | float] | Non
     if count is None:
         return cast(Loss, loss)
 
-    # Unlike a function that encloses the two, it can be copied with what these belong to.
+    # A partial, unlike a closure, survives deepcopy and pickle with what the two belong to.
     return partial(_summed, cast(Mean, loss), count)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from adaptive_batching._values import AdaptiveBatchingError
 
 _TIMEOUT_OF_TRIAL = timedelta(seconds=20)
-_SIZE, _AT_ONCE = 8, 1024  # bytes: of the size of what a rank tells, and of this itself, where it is no more
+_SIZE, _AT_ONCE = 8, 1024  # bytes: the length prefix, and the payload that the first exchange carries
 
 T = TypeVar("T")
 
@@ -118,6 +118,8 @@ class Ranks:
     def is_next_to_first(self) -> bool:
         """True on the first rank, and where the launcher has put a rank on the same machine."""
         return self.is_first or os.environ.get("GROUP_RANK") == "0"
+
+    # All ranks have to call what follows.
 
     def largest(self, value: float) -> float:
         if self.size == 1:

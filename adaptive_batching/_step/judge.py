@@ -168,10 +168,10 @@ class Audit:
             )
         if error > rounding:
             raise GradientsDifferError(
-                f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in "
-                f"one (in step {self._step}), so that training in parts would go wrong: what computes the loss "
-                "computes over the batch or its padding, has a scale or random numbers of its own, or changes the "
-                f"model for the next part; {self._remedy}",
+                f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in one (in step "
+                f"{self._step}), so that training in parts would go wrong. The loss or the model uses statistics of "
+                "the whole batch (in-batch negatives, a router's auxiliary loss) or reads padding, has a scale or "
+                f"random numbers of its own, or a forward pass changes it; {self._remedy}",
                 error,
             )
         of_whole, of_parts = numbers[:2]

@@ -148,7 +148,7 @@ class StepRunner(Generic[Samples, P, R]):
                 continue
             if self._audit is not None:
                 compared, parallel = self._work.compared(parts), self._parallel
-                # All ranks look, or none: shards have as many parts on each, and copies are asked.
+                # Ranks of a sharded model have as many parts, and decide alike; copies may not, and all have to look.
                 if len(parts) > 1 or (not parallel.roots and (parallel.ranks.size > 1 or len(compared) > 1)):
                     self._audit.look(self._steps + 1, compared, self._run_as_batch, again=again)
             outcome = self.run_once(self._work.runs(parts))

@@ -103,7 +103,7 @@ class Work(ABC, Generic[Samples, P, R]):
         return self.tokens(samples)
 
     def extent(self, sample: Any) -> int:
-        """Return what is equal for samples that are not padded where they run together: their length, as a rule."""
+        """Return a sample's size for padding: those of equal extent need none where they run together."""
         return self.length(sample) or 0
 
     def begin(self) -> None:

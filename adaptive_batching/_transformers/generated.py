@@ -629,8 +629,8 @@ def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapp
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
-            "router_aux_loss_coef adds a loss that balances experts over a batch, to which its parts do not add up; "
-            "set it to 0, or train without adaptive"
+            "router_aux_loss_coef adds a router's auxiliary (load-balancing) loss, which uses statistics of the whole "
+            "batch; set it to 0, or train without adaptive"
         )
     if getattr(trainer, "use_liger_kernel", False) or getattr(trainer, "use_liger_loss", False):
         raise ConfigError("the loss of Liger computes log-probabilities itself; set use_liger_kernel=False")

@@ -244,8 +244,8 @@ def _find_loss_kind(
             chance = "random numbers that the loss draws, and " if is_drawn else ""
             raise ConfigError(
                 f"the loss of {name} is neither a sum over num_items_in_batch nor a mean over targets or samples, so "
-                f"that parts of a batch do not add up to it (they are {error} off); leave out {chance}what computes "
-                "over the batch (samples that are compared with each other, a term that balances experts, or a collate "
+                f"that parts of a batch do not add up to it (they are {error} off); leave out {chance}what uses the "
+                "whole batch (samples that are compared with each other, a router's auxiliary loss, or a collate "
                 "function that goes by the first sample), or train without adaptive"
                 + beside_each_other(tried.errors(losses))
             )

@@ -143,8 +143,8 @@ def check_trainer(trainer: Any) -> None:
     config = getattr(trainer.model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise ConfigError(
-            "output_router_logits=True adds a loss that balances experts over a batch, to which its parts do not add "
-            "up; set it to False in the model's config, or train without adaptive"
+            "output_router_logits=True adds a router's auxiliary (load-balancing) loss, which uses statistics of the "
+            "whole batch; set it to False in the model's config, or train without adaptive"
         )
     check_rotary(trainer.model)
     check_class(type(trainer), args)

@@ -188,7 +188,7 @@ def test_random_numbers_that_each_sample_has_of_its_own_are_right_in_parts(name:
 
 @pytest.mark.parametrize("name", OF_BATCHES)
 def test_random_numbers_that_mix_samples_are_found_out(name: str) -> None:
-    with pytest.raises(ConfigError, match="computes over the batch"):
+    with pytest.raises(ConfigError, match="uses statistics of the whole batch"):
         drawing(OF_BATCHES[name])([*torch.randn(8, 5)])
 
 

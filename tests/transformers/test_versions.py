@@ -140,7 +140,7 @@ def test_a_term_beside_the_sum_over_all_targets_trains_as_stock_or_is_refused(tm
 
 
 def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_where_they_stay(tmp_path: Path) -> None:
-    said = "rope_type='dynamic' follows" if Version("5.16") > HERE else "computes over the batch or its padding"
+    said = "rope_type='dynamic' follows" if Version("5.16") > HERE else "uses statistics of the whole batch"
     with pytest.raises(ConfigError, match=said):
         trainers.trained(tmp_path, AdaptiveArguments(micro_batch_size=3), model=strangers.dynamic_rope())
 
