@@ -51,7 +51,7 @@ PURE = {
         "dry_run/device/": "__init__ control",
         "dry_run/time/": "forecast seconds step_work",
         "growth/": "batch_size_schedule controller increase learning_rate_scale schedules",
-        "step/": "split forward_times limits row_size share",
+        "step/": "failed_part split forward_times limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
         "transformers/": "arguments epoch_schedule",

@@ -304,6 +304,8 @@ class AdaptiveRun:
         )
         self.data = data
         self._known = dataclasses.replace(self._known, longest_pair=None)  # other data may come
+        if settings.resizes and not settings.keep_global_batch and trainer.lr_scheduler is not None:
+            self._is_of_steps(trainer.lr_scheduler)  # of the user's own: an error need not wait for a probe
         configured, accumulated = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
         is_bound = data.has_length or not settings.use_maximum_batch_size  # by the samples of a run of max_steps
         samples = -(-data.num_samples // args.world_size) if is_bound else _ENDLESS
@@ -424,21 +426,29 @@ class AdaptiveRun:
         assert self.schedule is not None and self.data is not None
         self.data.set_batch_size(self.schedule.sizes[min(epoch, len(self.schedule.sizes) - 1)])
 
+    def _is_of_steps(self, scheduler: Any) -> bool:
+        """Return True if a learning rate is a function of the step, and False if it is one of metrics that stays so.
+
+        Raises:
+            ConfigError: If it can follow batches of other sizes in neither way.
+        """
+        if isinstance(scheduler, LambdaLR):
+            return True
+        if "metrics" in inspect.signature(scheduler.step).parameters and self.settings.lr_scaling == "none":
+            return False
+        raise ConfigError(
+            f"{type(scheduler).__name__} is no function of the step, so that it cannot follow batches of other sizes; "
+            "take a schedule of transformers, such as lr_scheduler_type='linear', and lr_scaling='none'"
+        )
+
     def follow(self, scheduler: Any) -> Any:
         """Return the schedule as it is to be for batches of other sizes than configured: one of samples."""
         schedule, rule = self.schedule, self.settings.lr_scaling
         lambdas = getattr(scheduler, "lr_lambdas", [])
         if self._follower is not None and scheduler is self._follower[0]:  # of an earlier call of train()
             lambdas = self._follower[1]
-        if schedule is None or schedule.is_as_configured:
+        if schedule is None or schedule.is_as_configured or not self._is_of_steps(scheduler):
             return scheduler
-        if not isinstance(scheduler, LambdaLR):
-            if "metrics" in inspect.signature(scheduler.step).parameters and rule == "none":  # as on a plateau
-                return scheduler
-            raise ConfigError(
-                f"{type(scheduler).__name__} is no function of the step, so that it cannot follow batches of other "
-                f"sizes; take a schedule of transformers, such as lr_scheduler_type='linear', and lr_scaling='none'"
-            )
         optimizer = scheduler.optimizer
         unwrapped = getattr(optimizer, "optimizer", optimizer)
 

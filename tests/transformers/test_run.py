@@ -264,6 +264,16 @@ def test_a_schedule_that_is_no_function_of_the_step_cannot_follow_growth(tmp_pat
         ours.train()
 
 
+def test_a_schedule_of_the_users_own_that_cannot_follow_is_refused_before_a_probe(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(use_maximum_batch_size=True))
+    ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=1.0)
+    ours.lr_scheduler = torch.optim.lr_scheduler.StepLR(ours.optimizer, 1)
+    ran = OutOfMemory(ours.model, 10**9)
+    with pytest.raises(ConfigError, match="StepLR is no function of the step"):
+        ours.train()
+    assert not ran.forwards
+
+
 def test_a_function_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
     plateau = {"_component_": "adaptive_batching.growth.on_plateau"}
     ours = make_trainer(tmp_path, AdaptiveArguments(batch_increase_function=plateau, micro_batch_size=4))
