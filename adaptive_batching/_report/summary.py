@@ -8,7 +8,7 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import Row, StepCost
 from adaptive_batching._report.facts import first_too_large
-from adaptive_batching._values import memory_size
+from adaptive_batching._values import memory_size, plural
 
 Named = tuple[str, str]
 """The label of a line, and its text."""
@@ -35,7 +35,7 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
             (of, f"{result.batch_size}, bound by {result.bound}"),
             ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
         ]
-    runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
+    runs = f"{plural(result.num_steps, 'training step')}, {result.num_out_of_memory} out of memory"
     return [*lines, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
 
 

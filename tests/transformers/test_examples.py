@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 
 SAYS = {
     "plain_loop": ["64 of the longest samples fit", "epoch 0: loss", "5 steps ran again in smaller parts"],
-    "sft_lora": ["forwards             of up to 32 x 200 tokens", "the plan: 8 steps"],
+    "sft_lora": ["forward passes       of up to 32 x 200 tokens", "the plan: 8 steps"],
     "dpo": ["bound by the samples of an optimizer step", "the plan: 6 steps"],
     "grpo": ["completions are packed without padding"],
 }
