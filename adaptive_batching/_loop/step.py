@@ -289,8 +289,8 @@ class AdaptiveStep(Generic[Sample]):
         device, ranks = device_of(self._model), self._parallel.ranks
         self._parallel.check_size()
         end_forward(self._parallel.roots)
-        with self._parallel.without_sync():
-            self._look_at_communication([sample] * 2)
+        with self._parallel.without_sync():  # of shards a backward runs as well, for which one has to be enough
+            self._look_at_communication([sample] * (1 if self._parallel.roots else 2))
 
         def of_batch(batch: Any) -> None:
             total, number = run_forward(self._loss, self._model, batch)
@@ -357,7 +357,7 @@ class AdaptiveStep(Generic[Sample]):
     def _look_at_communication(self, samples: list[Sample]) -> None:
         """Learn what shards communicate in a forward and backward; of copies, check that they do not. Looks once.
 
-        ``samples`` are two, because batch norm cannot train on one.
+        ``samples`` are two where that can be, because batch norm cannot train on one.
 
         Raises:
             ConfigError: If a forward of copies communicates, because ranks do not run their parts in step.
