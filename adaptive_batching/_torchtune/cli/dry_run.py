@@ -151,8 +151,8 @@ def be_one_of_alike_ranks(count: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     dist.init_process_group = lambda *args, **kwargs: None  # by which stock would make another
     of_ranks: Any = Ranks
-    of_ranks._group, of_ranks.connect = None, lambda ranks: ""
-    of_ranks.gather = lambda ranks, value: [value] * ranks.size
+    of_ranks.connect, of_ranks.largest = lambda ranks: "", lambda ranks, value: value
+    of_ranks.gather, of_ranks.on_first = lambda ranks, value: [value] * ranks.size, lambda ranks, function: function()
 
 
 def measure_samples(cfg: DictConfig) -> list[int]:
