@@ -97,7 +97,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
                 f"max_tokens={self.limit.bound} would change the result: {module} computes over the batch, so its "
                 "parts do not add up; set max_tokens=None and a smaller batch size"
             )
-        yield [self._part(part, self._divisor(len(parts))) if part else self.filler() for part in parts]
+        divisor = None if len(parts) == self._parallel.ranks.size == 1 else self._divisor
+        yield [self._part(part, divisor) if part else self.filler() for part in parts]
 
     def _shared(self, samples: list[Sample], sharing: Sharing) -> list[list[Sample]] | None:
         """Return what this rank computes of a step that is shared out; None if each rank keeps its samples."""
@@ -111,10 +112,10 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             return None
         return parts
 
-    def _divisor(self, num_parts: int) -> float | None:
-        """Return what the losses of so many parts are divided by, on their way to the gradient."""
-        ranks = self._parallel.ranks.size
-        return None if num_parts == ranks == 1 else self._num_samples / ranks * self._losses_per_sample
+    @property
+    def _divisor(self) -> float:
+        """What the losses of several parts are divided by, on their way to the gradient."""
+        return self._num_samples / self._parallel.ranks.size * self._losses_per_sample
 
     @property
     def _losses_per_sample(self) -> float:
@@ -132,7 +133,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         return LossPart(samples, self.tokens(samples), weight, divisor)
 
     def filler(self) -> LossPart:
-        return self._part([self._filler], self._divisor(2), weight=0)
+        return self._part([self._filler], self._divisor, weight=0)
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[LossPart]:
         divisor = sum(map(len, lists)) * self._losses_per_sample

@@ -22,7 +22,7 @@ class FailedPart:
     """Tokens of its longest sample; None if samples have no length."""
 
     unit: str = "padded tokens"
-    """What ``tokens`` counts."""
+    """The unit of ``tokens``, in words."""
 
     name: str = ""
     """Of the longest sample, such as ``number 7 of the dataset``; empty if that is not known."""
@@ -31,7 +31,7 @@ class FailedPart:
     """Of the longest sample, by which its text is found; empty if they are not known."""
 
     shorten: str = "shorten it"
-    """What to do about a single sample; empty if nothing makes it shorter."""
+    """How to make a single sample shorter; empty if there is no way."""
 
     gradient_bytes: int = 0
     """Gradients that a step in parts holds and a whole one does not, as where optimizers step within backward."""
@@ -45,13 +45,13 @@ class Words:
     """How a host names its samples, and what it says helps, for messages: the beginnings of sentences."""
 
     less_memory: str
-    """What takes less memory whatever the samples."""
+    """A way to use less memory, whatever the samples."""
 
     smaller_batch: str = "use a smaller batch size"
-    """What to do where parts do not add up to the whole."""
+    """A way out if splitting the batch would change the result."""
 
     smaller_parts: str = ""
-    """What to do where every step first runs out of memory; the same if empty."""
+    """A way out if every step first runs out of memory; empty for that of ``smaller_batch``."""
 
     noun: str = "sample"
     everything: str = "the step's samples"

@@ -87,9 +87,9 @@ class StepRunner(Generic[Samples, P, R]):
         self._failures = 0  # how often they have run out of memory
         self._steps = 0  # that have ended
         self._random_state: RandomState | None = None
-        self._unit = ""
         self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_TOLD)
-        self._shrank = self._retried = self._ran_again = False  # since the last step ended
+        self._shrank = self._ran_again = False  # since the last step ended
+        self._retried: P | None = None  # a part of it whose allocator had to start over
         self._tokens_retried = 0
         self._retried_in_row = self._recovered_in_row = 0
         self._warned = False
@@ -247,8 +247,8 @@ class StepRunner(Generic[Samples, P, R]):
         has_shrunk = self._shrank or self._shrink_if_thrashing()
         if not has_shrunk and not self._ran_again:
             self.limit.note_clean_step()
-        self._shrank = self._retried = self._ran_again = False
-        self._tokens_retried = 0
+        self._shrank = self._ran_again = False
+        self._retried, self._tokens_retried = None, 0
         done = self.keep()
         self._steps += 1
         self._recovered_in_row = self._recovered_in_row + 1 if self._failures else 0
@@ -287,17 +287,16 @@ class StepRunner(Generic[Samples, P, R]):
         most_failed = max(tokens for tokens, _ in failures.values())
         if not as_they_were and (module := work.batch_dependent_module()) is not None:
             raise DoesNotFitError(failed_part.over_the_batch(module, words))
-        self._unit = work.failed(parts[0]).unit
         self._failures += 1
         self._ran_again = True
         how = "as they were"
         if as_they_were:
             self.limit.num_recoveries += 1
-            self._note_retry(samples, tokens)
+            self._note_retry(parts[0], samples, tokens)
         else:
             self.limit.shrink(most_failed, fitted_before=fitted_before)
             self._shrank = True
-            how = failed_part.again_in_parts(failed, self.limit.max_tokens, self._unit)
+            how = failed_part.again_in_parts(failed, self.limit.max_tokens, work.failed(parts[0]).unit)
         on = ", ".join(what if ranks.size == 1 else f"on rank {rank} {what}" for rank, (_, what) in failures.items())
         log.warning(
             "out of memory %s; running %s again %s (recovery %d)", on, words.everything, how, self.num_recoveries
@@ -343,17 +342,16 @@ class StepRunner(Generic[Samples, P, R]):
         longest = [self._work.longest(part) or 0 for part in parts]
         self._longest_that_ran = max(self._longest_that_ran, *longest)
         if outcome.retried:
-            self._unit = self._work.failed(parts[0]).unit
-            self._note_retry(len(largest.samples), largest.tokens)
+            self._note_retry(largest, len(largest.samples), largest.tokens)
 
-    def _note_retry(self, samples: int, tokens: int) -> None:
-        self._retried = True
+    def _note_retry(self, part: P, samples: int, tokens: int) -> None:
+        self._retried = part
         self._tokens_retried = max(self._tokens_retried, tokens if samples > 1 else 0)
 
     def _shrink_if_thrashing(self) -> bool:
         """Lower the limit where the allocator empties its cache to find room, step after step; the step stands."""
-        self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
-        if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
+        self._retried_in_row = 0 if self._retried is None else self._retried_in_row + 1
+        if self._retried is None or self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
             return False
         self._retried_in_row = 0
         if not (self._recovers and self._parallel.agrees):
@@ -362,13 +360,13 @@ class StepRunner(Generic[Samples, P, R]):
         if tokens == 0 or self._work.batch_dependent_module() is not None:
             return False  # there is nothing to split
         self.limit.lower(tokens)
-        device = self._work.device
+        device, unit = self._work.device, self._work.failed(self._retried).unit
         advice = None if device is None else allocator_advice(device)
         more = "" if advice is None else f". Setting the environment variable {advice} may help"
         log.warning(
             "memory%s is so tight that every step empties the allocator's cache (num_alloc_retries); from now on a "
             "forward holds at most %d %s, an eighth less than the largest%s",
-            "" if device is None else f" of {device}", self.limit.max_tokens, self._unit, more
+            "" if device is None else f" of {device}", self.limit.max_tokens, unit, more
         )  # fmt: skip
         return True
 

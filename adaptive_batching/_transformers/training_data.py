@@ -173,7 +173,7 @@ class TrainingData:
 
     @functools.cached_property
     def _as_samples(self) -> Callable[[list[Any]], Samples]:
-        """What the loader that hands out samples makes of rows."""
+        """The collate function of the loader that hands out samples: rows -> an uncollated batch."""
         of_samples = handing_out_samples(self.loader, self._trainer.data_collator)
         return cast("Callable[[list[Any]], Samples]", of_samples.collate_fn)
 

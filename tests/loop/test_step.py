@@ -669,15 +669,19 @@ def test_memory_that_was_only_scattered_ends_no_run_whose_batches_are_not_split(
         step(SAMPLES)
 
 
-def test_within_autocast_a_probe_and_checks_leave_no_copies_of_weights() -> None:
-    """A step meets its own weights, and not those of a trial or of a forward without a graph."""
+def test_within_autocast_a_probe_leaves_no_copies_of_weights() -> None:
+    """A step meets its own weights, and not those of a trial that ran out of memory before it could drop its copies."""
 
     def trained(*, probes: bool) -> list[torch.Tensor]:
         model, step = make(max_tokens=64)
         model.float()
         with torch.autocast("cpu", torch.bfloat16):
             if probes:
-                step.find_maximum_batch_size(SAMPLES[2], upper=4)
+                model.book.most_tokens = 60
+                exact = AdaptiveBatchingConfig(search="binary_search", round_to_power_of_two=False)
+                found = step.find_maximum_batch_size(SAMPLES[2], upper=4, settings=exact)
+                assert found.measurements[-1].peak_bytes is None, "the last one ran out of memory"
+                model.book.most_tokens = 10**9
             for _ in range(2):
                 step(SAMPLES)
         return list(model.parameters())

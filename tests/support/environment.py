@@ -15,7 +15,7 @@ def tame_malloc() -> None:
 
 
 def let_peft_pass_torchao() -> None:
-    """Have PEFT add adapters beside the torchao that torchtune takes: older than PEFT asks for, and not used here."""
+    """Keep PEFT from refusing the torchao of torchtune, which is older than PEFT asks for and not used here."""
     importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
 
 

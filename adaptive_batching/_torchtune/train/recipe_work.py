@@ -82,7 +82,7 @@ class SplitPolicy:
 
 
 class RecipeWork(Work[Samples, MicroBatch, R]):
-    """What training, validation and rollouts of a recipe share.
+    """The base of what a recipe runs: training, validation and rollouts.
 
     ``find_batch_dependent_module`` names a module that computes over the batch, or returns None.
     """
