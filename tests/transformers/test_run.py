@@ -234,16 +234,20 @@ def test_max_steps_say_how_long_a_run_is_where_there_are_no_epochs(tmp_path: Pat
 
 
 def test_a_schedule_of_the_users_own_is_followed_alike_in_a_second_run(tmp_path: Path) -> None:
-    ours = growing(tmp_path)
+    """Its scale, too, multiplies the rate once."""
+    ours = growing(tmp_path, lr_scaling="sqrt")
     optimizer = torch.optim.SGD(ours.model.parameters(), lr=1.0)
     ours.optimizer, rates = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     ours.lr_scheduler = rates
     ours.train()
     schedule, steps = ours.adaptive.schedule, ours.state.global_step
-    assert ours.lr_scheduler.get_last_lr() == [pytest.approx(1 / (1 + schedule.scheduled(steps)))]
-    ours.train()
-    assert ours.lr_scheduler.last_epoch == 2 * steps
-    assert ours.lr_scheduler.get_last_lr() == [pytest.approx(1 / (1 + schedule.scheduled(2 * steps)))]
+    scale = math.sqrt(schedule.sizes[-1] / schedule.reference_size)
+    for run in (1, 2):
+        assert ours.lr_scheduler.last_epoch == run * steps
+        rate = scale / (1 + schedule.scheduled(run * steps))
+        assert scale > 1 and ours.lr_scheduler.get_last_lr() == [pytest.approx(rate)]
+        if run == 1:
+            ours.train()
 
 
 def test_the_learning_rate_follows_the_batch(tmp_path: Path) -> None:
