@@ -55,7 +55,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory.caching_allocator import num_allocation_retries
+from adaptive_batching._memory.caching_allocator import RETRIES, counted
 from adaptive_batching._memory.meter import memory_meter
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.find import find_largest
@@ -169,9 +169,9 @@ class Task:
         failed = strained = False
         try:
             for number in range(steps):
-                before = num_allocation_retries(self.device)
+                before = counted(self.device, RETRIES)
                 self.step(self.model, self.optimizer, self.batch(batch_size))
-                strained |= number > 0 and num_allocation_retries(self.device) > before
+                strained |= number > 0 and counted(self.device, RETRIES) > before
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

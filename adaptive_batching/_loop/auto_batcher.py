@@ -59,7 +59,7 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
         length = self._lengths[rows.start]
         fits = len(rows) if max_tokens is None else min(samples_within(max_tokens, length), len(rows))
         part = rows[: max(fits, 1)]
-        yield [Part(part, len(part) * length)]
+        yield [Part(part, len(part) * length, longest=length)]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], Sequence[Any]]]:
         return [partial(self._forward, range(part.samples[0], part.samples[-1] + 1)) for part in parts]

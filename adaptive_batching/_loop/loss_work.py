@@ -130,7 +130,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._last_number = number, self._num_samples
 
     def _part(self, samples: list[Sample], divisor: float | None, weight: float | None = None) -> LossPart:
-        return LossPart(samples, self.tokens(samples), weight, divisor)
+        return LossPart(samples, self.tokens(samples), weight, self.longest(samples), divisor)
 
     def filler(self) -> LossPart:
         return self._part([self._filler], self._divisor, weight=0)

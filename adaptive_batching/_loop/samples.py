@@ -68,6 +68,10 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
         lengths = self.lengths(samples)
         return padded_tokens(lengths) if self.pads else sum(lengths)
 
+    def longest(self, samples: Sequence[Sample]) -> int:
+        """Return the tokens of the longest of ``samples``; 0 without a length."""
+        return 0 if self._length is None else max(self.lengths(samples))
+
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """Return the tokens of each of ``samples``, at least 1; without a length, 1."""
         return [max(self.length(sample) or 0, 1) for sample in samples]

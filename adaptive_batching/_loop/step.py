@@ -324,7 +324,8 @@ class AdaptiveStep(Generic[Sample]):
         if not number:
             raise ConfigError("samples is empty; a step needs at least one")
         self._work.start_step(checked, filler[0], number, backward)
-        self._look_at_communication(filler * 2)
+        if self._parallel.ranks.size > 1 or self._parallel.roots:
+            self._look_at_communication(filler * 2)
         return checked
 
     def _checked_on_all(self, samples: Sequence[Sample]) -> tuple[list[Sample], int, list[Sample]]:

@@ -11,6 +11,11 @@ import torch
 _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )  # fmt: skip
+BYTES_IN_USE = "allocated_bytes.all.current"
+"""What the allocator has handed out, for :func:`counted`."""
+
+RETRIES = "num_alloc_retries"
+"""How often it has emptied its cache and tried again, for :func:`counted`."""
 
 
 def workspace_bytes(device: int | None = None) -> int:
@@ -42,17 +47,8 @@ def allocator_advice(device: torch.device) -> str | None:
     return "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
-def num_allocation_retries(device: torch.device) -> int:
-    """Return how often the device's allocator has emptied its cache and retried; 0 if it does not count retries."""
-    return _counted(device, "num_alloc_retries")
-
-
-def bytes_in_use(device: torch.device) -> int:
-    """Return what the device's allocator has handed out; 0 if it does not say."""
-    return _counted(device, "allocated_bytes.all.current")
-
-
-def _counted(device: torch.device, name: str) -> int:
+def counted(device: torch.device, name: str) -> int:
+    """Return what the device's allocator counts by a name of ``torch.cuda.memory_stats``; 0 if it does not count."""
     module = torch.get_device_module(device)
     if not hasattr(module, "memory_stats_as_nested_dict"):
         return int(module.memory_stats(device).get(name, 0)) if hasattr(module, "memory_stats") else 0

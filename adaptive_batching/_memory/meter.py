@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptive_batching._memory.caching_allocator import num_allocation_retries, settings_in_environment
+from adaptive_batching._memory.caching_allocator import RETRIES, counted, settings_in_environment
 from adaptive_batching._memory.host_limits import cgroup_limits, process_limits, status
 from adaptive_batching._memory.unused_memory import release_cached_memory
 
@@ -93,7 +93,7 @@ class MemoryMeter:
 
     def num_retries(self) -> int:
         """Return how often the allocator has emptied its cache to find room since the process started."""
-        return num_allocation_retries(self.device)
+        return counted(self.device, RETRIES)
 
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""

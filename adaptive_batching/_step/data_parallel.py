@@ -63,9 +63,14 @@ class DataParallel:
         self._sum = GradientSum(ranks, parameters) if ranks.size > 1 and not roots else None
 
     @property
+    def agreeing(self) -> Ranks:
+        """Ranks that learn of an out-of-memory error here: all, or this one alone if the others cannot be told."""
+        return self.ranks if self.ranks.size == 1 or self.collectives is not None or self._sum is not None else ALONE
+
+    @property
     def agrees(self) -> bool:
-        """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
-        return self.ranks.size == 1 or self.collectives is not None or self._sum is not None
+        """True if all ranks learn of an out-of-memory error on one of them, or if there is only one."""
+        return self.agreeing is self.ranks
 
     def check_size(self) -> None:
         """Raise ConfigError if processes have joined since this was made: each would train a model of its own."""

@@ -75,21 +75,26 @@ class Audit:
         assert work.state is not None
         self._work, self._state, self._ranks = work, work.state, ranks
         self._remedy, self._every = remedy, every
-        self._step = 1  # the one that is looked at
+        self._step = self._up_to = 1  # the one that is looked at, and the latest that may be due
         self._next = self._next_alike = 1  # the second where a step has only samples of one length
 
-    def look(self, step: int, parts: Sequence[list[Any]], run: RunParts, *, again: bool) -> None:
-        """Compare parts of a step, from 1 on, if it is due; those that run ``again``, only if none has been compared.
+    def is_due(self, step: int, *, again: bool) -> bool:
+        """Return True if parts of a step, from 1 on, are to be compared, if they can be.
+
+        Those that run ``again`` are compared only if none have been before.
+        """
+        self._step, self._up_to = step, 1 if again else step
+        return min(self._next, self._next_alike) <= self._up_to and DRY_RUN not in os.environ  # where all values are 0
+
+    def look(self, parts: Sequence[list[Any]], run: RunParts) -> None:
+        """Compare parts of the step that :meth:`is_due` was asked of.
 
         On a rank that has but one part, where others have more, a filler runs.
 
         Raises:
             ConfigError: If gradients of parts do not add up to that of their union.
         """
-        self._step = step
-        is_due, is_due_alike = (at == 1 if again else step >= at for at in (self._next, self._next_alike))
-        if not (is_due or is_due_alike) or DRY_RUN in os.environ:  # where all values are zero
-            return
+        is_due, is_due_alike = self._next <= self._up_to, self._next_alike <= self._up_to
         chosen: tuple[list[Any], list[Any]] | None = None
         if len(parts) > 1 and (is_due_alike or self._are_unlike([each for part in parts[:_PARTS] for each in part])):
             chosen = _of_unlike_lengths(parts, self._work)

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._memory.caching_allocator import allocator_advice, bytes_in_use
+from adaptive_batching._memory.caching_allocator import BYTES_IN_USE, allocator_advice, counted
 from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._memory.shortage import LongerSample, StepStarts, cause_of, read_message
 from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._ranks.agree import ALONE, Ranks, is_lost_rank
+from adaptive_batching._ranks.agree import ALONE, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
 from adaptive_batching._step import failed_part
 from adaptive_batching._step.data_parallel import DataParallel
@@ -107,19 +107,14 @@ class StepRunner(Generic[Samples, P, R]):
         self._recovered.clear()
         return recovered
 
-    @property
-    def _ranks(self) -> Ranks:
-        return self._parallel.ranks if self._parallel.agrees else ALONE  # no rank can be told of a failure
-
     # The main path
 
     def begin(self) -> None:
         """Begin a step, or what can run again by itself."""
         work = self._work
         self._groups, self.done, self._failures = [], [], 0
-        work.begin()
         if work.device is not None:
-            self._starts.note(bytes_in_use(work.device))
+            self._starts.note(counted(work.device, BYTES_IN_USE))
         if self._recovers and work.state is not None:
             assert work.device is not None
             self._random_state = RandomState(work.device)
@@ -146,11 +141,11 @@ class StepRunner(Generic[Samples, P, R]):
             parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
-            if self._audit is not None:
+            if self._audit is not None and self._audit.is_due(self._steps + 1, again=again):
                 compared, parallel = self._work.compared(parts), self._parallel
                 # Ranks of a sharded model have as many parts, and decide alike; copies may not, and all have to look.
                 if len(parts) > 1 or (not parallel.roots and (parallel.ranks.size > 1 or len(compared) > 1)):
-                    self._audit.look(self._steps + 1, compared, self._run_as_batch, again=again)
+                    self._audit.look(compared, self._run_as_batch)
             outcome = self.run_once(self._work.runs(parts))
             if outcome.failed:
                 return parts, outcome
@@ -165,7 +160,7 @@ class StepRunner(Generic[Samples, P, R]):
             most = max(most, 1) if self._parallel.ranks.size > 1 else most
         elif self._work.may_differ(parts):
             most = int(self._parallel.ranks.largest(most))
-        return [*parts, *(self._work.filler() for _ in range(most - len(parts)))]
+        return parts if len(parts) == most else [*parts, *(self._work.filler() for _ in range(most - len(parts)))]
 
     def run_once(self, runs: Sequence[Callable[[], T]]) -> Outcome[T]:
         """Run parts up to the first that runs out of memory on any rank, and drop all gradients then.
@@ -177,7 +172,7 @@ class StepRunner(Generic[Samples, P, R]):
             CannotRecoverError: If what is left to issue is not known, or memory runs out again while it is issued.
             Exception: Any other error of a part; an :class:`OtherRankError` repeats it on all other ranks.
         """
-        parallel, ranks, shards = self._parallel, self._ranks, self._parallel.collectives
+        parallel, ranks, shards = self._parallel, self._parallel.agreeing, self._parallel.collectives
         results: list[T] = []
         failure: Exception | None = None
         broken: Exception | None = None  # an error of another kind, which waits until the other ranks can be told
@@ -261,7 +256,7 @@ class StepRunner(Generic[Samples, P, R]):
 
     def _recover(self, parts: Sequence[P], outcome: Outcome[R]) -> None:
         """Decide how samples run again of which a part ran out of memory, on this rank or another."""
-        work, ranks, words = self._work, self._ranks, self._work.words()
+        work, ranks, words = self._work, self._parallel.agreeing, self._work.words()
         part = None if outcome.failed_here is None else parts[outcome.failed_here]
         failed = None if part is None else work.failed(part)
         samples, tokens = (0, 0) if failed is None else (failed.samples, failed.tokens)
@@ -319,9 +314,9 @@ class StepRunner(Generic[Samples, P, R]):
 
     def _cause(self, part: P, failed: FailedPart, error: Exception | None) -> str | None:
         """Say why memory ran out, where it is clear."""
-        longest, longer = self._work.longest(part) or 0, None
-        if 0 < self._longest_that_ran < longest and failed.tokens > self.limit.largest_that_ran:
-            longer = LongerSample(longest, self._longest_that_ran, failed.name)
+        longer = None
+        if 0 < self._longest_that_ran < part.longest and failed.tokens > self.limit.largest_that_ran:
+            longer = LongerSample(part.longest, self._longest_that_ran, failed.name)
         setting = None if self._work.device is None else allocator_advice(self._work.device)
         return cause_of(read_message(str(error)), self._starts, longer, setting)
 
@@ -339,8 +334,7 @@ class StepRunner(Generic[Samples, P, R]):
         """Record parts that have run."""
         largest = max(parts, key=lambda part: part.tokens)
         self.limit.note(largest.tokens)
-        longest = [self._work.longest(part) or 0 for part in parts]
-        self._longest_that_ran = max(self._longest_that_ran, *longest)
+        self._longest_that_ran = max(self._longest_that_ran, *(part.longest for part in parts))
         if outcome.retried:
             self._note_retry(largest, len(largest.samples), largest.tokens)
 
@@ -356,7 +350,7 @@ class StepRunner(Generic[Samples, P, R]):
         self._retried_in_row = 0
         if not (self._recovers and self._parallel.agrees):
             return False
-        tokens = int(self._ranks.largest(self._tokens_retried))
+        tokens = int(self._parallel.ranks.largest(self._tokens_retried))
         if tokens == 0 or self._work.batch_dependent_module() is not None:
             return False  # there is nothing to split
         self.limit.lower(tokens)

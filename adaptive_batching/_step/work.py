@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from adaptive_batching._memory.caching_allocator import num_allocation_retries
+from adaptive_batching._memory.caching_allocator import RETRIES, counted
 from adaptive_batching._state import State
 from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.limits import TokenLimit
@@ -25,6 +25,7 @@ class Part:
     samples: Sequence[Any]
     tokens: int  # that the forward computes, padding included; where samples have no length, their number
     weight: float | None = None  # in the gradient, as the host counts it; None for that of its samples
+    longest: int = 0  # tokens of its longest sample; 0 where samples have no length
 
     @property
     def is_filler(self) -> bool:
@@ -106,9 +107,6 @@ class Work(ABC, Generic[Samples, P, R]):
         """Return a sample's size for padding: those of equal extent need none where they run together."""
         return self.length(sample) or 0
 
-    def begin(self) -> None:
-        """Take note that a step begins."""
-
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return all whose gradients are dropped if a part runs out of memory."""
         return ()
@@ -121,7 +119,7 @@ class Work(ABC, Generic[Samples, P, R]):
 
     def num_retries(self) -> int:
         """Return how often this rank's allocator has had to empty its cache to find room."""
-        return 0 if self.device is None else num_allocation_retries(self.device)
+        return 0 if self.device is None else counted(self.device, RETRIES)
 
     def batch_dependent_module(self) -> str | None:
         """Name what is known to compute over the batch, so that parts do not add up to it; None if nothing is."""
@@ -137,13 +135,7 @@ class Work(ABC, Generic[Samples, P, R]):
     def words(self) -> Words:
         """Return how messages name samples, and what they say helps."""
 
-    def longest(self, part: P) -> int | None:
-        """Return the tokens of a part's longest sample; None if samples have no length."""
-        lengths = [self.length(sample) for sample in part.samples]
-        return None if None in lengths else max(length for length in lengths if length is not None)
-
     def failed(self, part: P) -> FailedPart:
         """Return what is known of a part that ran out of memory."""
-        longest = self.longest(part)
-        unit = "samples" if longest is None else "padded tokens"
-        return FailedPart(part.tokens, len(part.samples), longest, unit)
+        unit = "padded tokens" if part.longest else "samples"
+        return FailedPart(part.tokens, len(part.samples), part.longest or None, unit)

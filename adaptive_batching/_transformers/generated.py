@@ -102,7 +102,9 @@ class RowsWork(Work[Any, RowsPart, Any]):
             most = self._run.row_size.tokens(sum(lengths), most)
         split = split_samples(lengths, rule, most, pads=pads)
         lists = [[rows[at] for at in part] for part in split]
-        return [RowsPart(part, self.tokens(part), learns=learns) for part in lists]
+        return [
+            RowsPart(part, self.tokens(part), longest=max(row.tokens for row in part), learns=learns) for part in lists
+        ]
 
     def tokens(self, samples: Sequence[PreparedRow]) -> int:
         lengths = [row.tokens for row in samples]

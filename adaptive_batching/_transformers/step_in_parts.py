@@ -343,12 +343,15 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         [batches] = groups
         shared = None if self.sharing is None else self._shared(batches, self.sharing)
         lists = self._lists(batches) if shared is None else shared
-        yield [Part(samples, self.tokens(samples)) if samples else self.filler() for samples in lists]
+        yield [self._part(samples) if samples else self.filler() for samples in lists]
+
+    def _part(self, samples: list[Sample]) -> Part:
+        return Part(samples, self.tokens(samples), longest=self.longest(samples))
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[Part]:
         if len(lists) == 1:  # what parts are compared with
             return [CollatedPart(lists[0], self.tokens_in_one(lists[0]))]
-        return [Part(samples, self.tokens(samples)) for samples in lists]
+        return [self._part(samples) for samples in lists]
 
     def compared(self, parts: Sequence[Part]) -> list[list[Sample]]:
         lists = super().compared(parts) if self.joins_batches else max(self._of_batches, key=len)

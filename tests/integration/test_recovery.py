@@ -222,8 +222,8 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     retries = count(1)
     common = [*SGD, COUNTING, "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
-    rising = "adaptive_batching._torchtune.train.recipe_work.num_allocation_retries"
-    monkeypatch.setattr(rising, lambda device: next(retries))
+    rising = "adaptive_batching._torchtune.train.recipe_work.counted"
+    monkeypatch.setattr(rising, lambda device, name: next(retries))
     shapes_of_forwards.clear()
     shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")
     # An eighth less than 4 packs is 3, of which a batch of 4 needs two forwards, and these are even.

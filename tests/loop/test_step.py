@@ -222,10 +222,10 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
     plain = PlainLoop(make()[0], 0.5)
     model, step = make(max_grad_norm=0.5)
 
-    def forwards_without_room(device: torch.device) -> int:
+    def forwards_without_room(device: torch.device, name: str) -> int:
         return sum(b * s > 220 for b, s in model.forwards)
 
-    monkeypatch.setattr("adaptive_batching._step.work.num_allocation_retries", forwards_without_room)
+    monkeypatch.setattr("adaptive_batching._step.work.counted", forwards_without_room)
     for _ in range(6):
         torch.testing.assert_close(step(SAMPLES), plain.step(SAMPLES))
     assert model.forwards[:3] == [(8, 30)] * 3
@@ -239,7 +239,7 @@ def test_an_allocator_that_starts_over_is_left_alone_where_nothing_can_be_cut(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, step = make()
-    monkeypatch.setattr("adaptive_batching._step.work.num_allocation_retries", lambda device: len(model.forwards))
+    monkeypatch.setattr("adaptive_batching._step.work.counted", lambda *_: len(model.forwards))
     for _ in range(5):
         step(SAMPLES[:1])
     assert len(model.forwards) == 5 and not caplog.records

@@ -271,7 +271,8 @@ def test_steps_that_are_split_are_looked_at_now_and_then(every: int | None, expe
         return True
 
     for number in range(1, 121):
-        audit.look(number, [[1] * 8, [2]], run, again=False)
+        if audit.is_due(number, again=False):
+            audit.look([[1] * 8, [2]], run)
     assert sorted(set(looked)) == list(expected)
 
 

@@ -38,7 +38,7 @@ class ToyWork(Work[list[int], Part, Any]):
             longest = max(samples, default=1)
             most = len(samples) if self.limit.max_tokens is None else max(self.limit.max_tokens // longest, 1)
             parts = [samples[at : at + most] for at in range(0, len(samples), most)] if samples else []
-            yield [Part(part, len(part) * max(part)) for part in parts]
+            yield [Part(part, len(part) * max(part), longest=max(part)) for part in parts]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], Any]]:
         return [lambda part=part: self.run(part.samples) for part in parts]  # type: ignore[misc]
@@ -47,7 +47,7 @@ class ToyWork(Work[list[int], Part, Any]):
         return Part([1], 1, weight=0)
 
     def as_batch(self, lists: Sequence[list[int]]) -> list[Part]:
-        return [Part(samples, self.tokens(samples)) for samples in lists]
+        return [Part(samples, self.tokens(samples), longest=max(samples)) for samples in lists]
 
     def tokens(self, samples: list[int]) -> int:
         return len(samples) * max(samples)

@@ -120,6 +120,7 @@ class PPOLoop:
         return stats
 
     def _take_step(self, batches: list[list[Sample]]) -> Sums:
+        self._work.begin_step()
         self._runner.begin()
         for batch in batches:
             self._runner.add([batch])

@@ -59,7 +59,8 @@ class RolloutWork(RecipeWork[range, Trajectory]):
         num_parts = -(-left // most)
         part = rows[: -(-left // num_parts)]
         self._start = part.start
-        yield [MicroBatch(list(self._samples[part.start : part.stop]), len(part) * self._length)]
+        samples = list(self._samples[part.start : part.stop])
+        yield [MicroBatch(samples, len(part) * self._length, longest=max(map(self.length, samples)))]
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Trajectory]]:
         return [partial(self._generate, self._start, self._start + len(part.samples)) for part in parts]

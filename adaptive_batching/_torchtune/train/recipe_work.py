@@ -19,7 +19,7 @@ from torchtune import training, utils
 from adaptive_batching import _state
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._device import without_waiting
-from adaptive_batching._memory.caching_allocator import num_allocation_retries
+from adaptive_batching._memory.caching_allocator import RETRIES, counted
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import Ranks
@@ -95,10 +95,6 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
         self.device, self.state, self.limit = host.device, State(host.models), TokenLimit()
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
-
-    def begin(self) -> None:
-        if self._host.backward_optimizers is not None:
-            self._host.backward_optimizers.updated = False
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self._host.model.parameters())
@@ -178,8 +174,10 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         self.splitter, self.together, self.limit = splitter, together, splitter.limit
         self._last: list[Sample] = []  # batch that was split
 
-    def begin(self) -> None:
-        super().begin()
+    def begin_step(self) -> None:
+        """Take note that a step begins."""
+        if self._host.backward_optimizers is not None:
+            self._host.backward_optimizers.updated = False
         self.splitter.begin_step()
 
     def split(self, groups: Sequence[list[list[Sample]]]) -> Iterator[list[MicroBatch]]:
@@ -225,7 +223,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         return contextlib.nullcontext() if _state.rehearsing else self.splitter.timed(part)  # as in an audit
 
     def num_retries(self) -> int:
-        return num_allocation_retries(self._host.device)
+        return counted(self._host.device, RETRIES)
 
     def put_back(self) -> None:
         super().put_back()
@@ -358,7 +356,8 @@ class Splitter:
     def _micro_batch(
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
     ) -> MicroBatch:
-        return MicroBatch(samples, self.tokens(samples), weight, num_tokens, self._makes_rows)
+        longest = max(map(self._objective.size, samples))
+        return MicroBatch(samples, self.tokens(samples), weight, longest, num_tokens, self._makes_rows)
 
     def _weighted(
         self, groups: list[list[list[Sample]]], weight_of_term: Fraction | None = None

@@ -225,6 +225,7 @@ class TrainingLoop:
         if not self._window:
             samples = self._schedule.batch_schedule.accumulation * len(batch)
             self._host.objective.begin_step(self.training.global_step, samples)
+            self._work.begin_step()
             self._runner.begin()  # last: what has begun stays where samples run again
         self._window.append(batch)
         if not self._work.together:
