@@ -54,7 +54,7 @@ PURE = {
         "step/": "failed_part split forward_times limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
-        "transformers/": "arguments epoch_schedule",
+        "transformers/": "arguments step_plan",
     }.items()
     for name in names.split()
 }

@@ -33,13 +33,13 @@ from adaptive_batching._report.summary import lines_of_probe, named, table_of_pl
 from adaptive_batching._state import draws_put_back
 from adaptive_batching._step.row_size import first_row
 from adaptive_batching._transformers.conditions import conditions_of
-from adaptive_batching._transformers.epoch_schedule import EpochSchedule, Length, growing, plan_epochs
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import PairLength, alone
 from adaptive_batching._transformers.loss_kind import LossKind, add_up_together, find_loss_kind
 from adaptive_batching._transformers.refusals import check_batch_samples, check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
+from adaptive_batching._transformers.step_plan import Length, StepPlan, growing, plan_steps
 from adaptive_batching._transformers.streamed_data import StreamedData
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._transformers.training_data import TrainingData
@@ -90,7 +90,7 @@ class AdaptiveRun:
         self.sizes: Sizes | None = None
         """The largest batch on a device, what bounds it, and the batch to begin with; None before training."""
 
-        self.schedule: EpochSchedule | None = None
+        self.schedule: StepPlan | None = None
         """Batch size and steps of each epoch; None before training."""
 
         self.waited = 0.0
@@ -153,7 +153,7 @@ class AdaptiveRun:
         return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def planned(self, rate: Callable[[int], float] | None = None, after: int = 0) -> list[PlannedEpoch]:
-        """Return what is left of each epoch after ``after`` steps of the run; see ``EpochSchedule.planned``."""
+        """Return what is left of each epoch after ``after`` steps of the run; see ``StepPlan.planned``."""
         assert self.schedule is not None and self.data is not None
         epochs = self.schedule.planned(self.data.num_samples, self.ranks.size, rate, after)
         for epoch in epochs:
@@ -333,7 +333,7 @@ class AdaptiveRun:
         decide = growing(sizes.batch_size, sizes.maximum, name, increase, samples, self.ranks.on_first)
         length = Length(args.num_train_epochs if data.has_length else 1, args.max_steps)
         data.set_batch_size(sizes.batch_size)  # of which max_steps makes the samples of a stream
-        self.schedule = plan_epochs(decide, data.num_batches, accumulated, length, min(configured, samples))
+        self.schedule = plan_steps(decide, data.num_batches, accumulated, length, min(configured, samples))
         if sizing.probes and not sizing.bounds_batch:  # the step stays as it is: how it is split is left
             forwards = sizing.of_forwards(max(self.schedule.sizes) * accumulated)
             self._find(forwards.request, data, step)

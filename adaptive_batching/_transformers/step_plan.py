@@ -1,4 +1,8 @@
-"""The schedule of a run: the batch size of each epoch, its steps, and where the learning-rate schedule stands. Pure."""
+"""Where each step of a Trainer's run lies: in which epoch, how much of it is over, and of the learning-rate schedule.
+
+:mod:`adaptive_batching._growth.batch_size_schedule` decides on the sizes of epochs. Trainer asks of any step in any
+order, and its epochs end with a smaller batch. Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ class Length:
 
 
 @dataclass(frozen=True)
-class EpochSchedule:
-    """Batch sizes of the epochs of a run, of as many as it takes."""
+class StepPlan:
+    """The steps of a run, epoch by epoch, of as many epochs as it takes."""
 
     decisions: Sequence[Decision]
     """The size of each epoch, with its reason."""
@@ -109,14 +113,14 @@ class EpochSchedule:
         return epochs
 
 
-def plan_epochs(
+def plan_steps(
     decide: Callable[[int], list[Decision]],
     batches_of: Callable[[int], int],
     accumulated: int,
     length: Length,
     configured: int,
-) -> EpochSchedule:
-    """Return the schedule of a run whose first ``n`` epochs have the batch sizes of ``decide(n)``.
+) -> StepPlan:
+    """Return the steps of a run whose first ``n`` epochs have the batch sizes of ``decide(n)``.
 
     ``batches_of`` returns the batches of an epoch at a size, of which each step takes ``accumulated``; ``configured``
     is the size that the run was laid out for.
@@ -133,7 +137,7 @@ def plan_epochs(
     part = math.ceil((length.epochs - len(steps) + 1) * steps[-1])
     max_steps = length.max_steps if length.max_steps > 0 else full_epochs + part
     reference_steps = -(-batches_of(configured) // accumulated)
-    return EpochSchedule(decisions, batches, accumulated, max_steps, reference_steps, configured)
+    return StepPlan(decisions, batches, accumulated, max_steps, reference_steps, configured)
 
 
 def growing(
