@@ -31,6 +31,10 @@ SMALL = 2**20
 
 _COPIED_PARAMETERS = 2**28  # bytes of parameters that a rehearsal copies, the smallest first; others are only compared
 _NUMBERS = {bool, int, float, complex, type(None)}
+_HOW_TO_DECLARE = (
+    "pass the objects that hold them in state=[...], with state_dict and load_state_dict, or keep the values in "
+    "buffers of a module"
+)
 
 
 class State:
@@ -47,6 +51,7 @@ class State:
         draws: Collate functions and data sets, whose attributes may be generators of random numbers.
         trainer: Has models as attributes.
         listed: Objects with ``state_dict`` and ``load_state_dict``.
+        how_to_declare: What to do about a change that is not declared, in words.
 
     Raises:
         ConfigError: If a listed object has no such methods.
@@ -60,7 +65,9 @@ class State:
         draws: Iterable[Any] = (),
         trainer: Any = None,
         listed: Iterable[Any] = (),
+        how_to_declare: str = _HOW_TO_DECLARE,
     ) -> None:
+        self.how_to_declare = how_to_declare
         self.models, self.draws, self.trainer, self.listed = [*models], [*draws], trainer, [*listed]
         self.losses = {name: owner_of(function) for name, function in (losses or {}).items()}
         for each in self.listed:
@@ -185,7 +192,7 @@ class Saved:
 
     def _note_numbers(self, space: dict[str, Any]) -> None:
         """Note attributes that are numbers or small tensors."""
-        numbers = {name: value for name, value in space.copy().items() if _is_number(value)}  # a thread may add some
+        numbers = {name: value for name, value in space.copy().items() if is_number(value)}  # a thread may add some
         self._numbers.append((space, numbers))
         self._tensors += [value for value in numbers.values() if isinstance(value, torch.Tensor)]
 
@@ -207,10 +214,10 @@ class Saved:
             (container.update if isinstance(container, dict) else container.extend)(entries)
         for space, numbers in self._numbers:
             for name in [*space]:  # a new flag may say that a library has set hooks, which stay
-                if name not in numbers and type(space[name]) is not bool and _is_number(space[name]):
+                if name not in numbers and type(space[name]) is not bool and is_number(space[name]):
                     del space[name]
             for name, value in numbers.items():
-                if value is not None or _is_number(space.get(name)):  # an object made in place of None stays
+                if value is not None or is_number(space.get(name)):  # an object made in place of None stays
                     space[name] = value
         for kept in self.kept:
             kept.put_back()
@@ -348,7 +355,8 @@ def _vars(owner: Any) -> dict[str, Any]:
     return {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return True for a number or a small tensor."""
     return type(value) in _NUMBERS or (isinstance(value, torch.Tensor) and size_of(value) <= SMALL)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive_batching._state import SMALL, State
+from adaptive_batching._state import SMALL, State, is_number
 from adaptive_batching._tensors import is_plain, same_bits, size_of, version_of
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,7 @@ def reporting(state: State, *others: Any) -> Iterator[None]:
         more = f" and {len(changes) - _MOST_NAMED} more" if len(changes) > _MOST_NAMED else ""
         log.warning(
             "your code has run outside training steps, in checks or a probe, and these side effects were not undone: "
-            "%s%s. If they matter, pass the objects that hold them in state=[...], with state_dict and "
-            "load_state_dict, or keep the values in buffers of a module",
-            ", ".join(changes[:_MOST_NAMED]), more,
+            "%s%s. If they matter, %s", ", ".join(changes[:_MOST_NAMED]), more, state.how_to_declare,
         )  # fmt: skip
 
 
@@ -65,7 +63,8 @@ def _seen(state: State, others: tuple[Any, ...]) -> dict[str, Any]:
     for name, owner in owners.values():
         for attribute, value in [*getattr(owner, "__dict__", {}).items()]:
             is_listed = any(each is owner or each is value for each in state.listed)
-            if not is_listed and attribute not in _OF_ANY_MODULE:
+            is_declared = owner is state.trainer and is_number(value)  # which we set ourselves, too
+            if not (is_listed or is_declared) and attribute not in _OF_ANY_MODULE:
                 seen[f"{name}.{attribute}"] = _glance(value)
     return seen
 

@@ -170,7 +170,7 @@ class Watched(Trainer):
                 self.failures += 1
                 self.steps_before_failure = self.seen.steps
             raise
-        if _state.rehearsing or trial.rehearsing:  # an audit or a probe, whose state is put back, and this list not
+        if _state.rehearsing or trial.probing:  # an audit or a probe, whose state is put back, and this list not
             return loss
         self.in_step += indices
         self.padded_tokens += inputs["input_ids"].numel()

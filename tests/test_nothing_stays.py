@@ -101,6 +101,7 @@ def test_a_probe_leaves_nothing_behind(has_states: bool, is_method: bool) -> Non
     run = Run(is_method=is_method)
     if has_states:
         run.step(SAMPLES)
+    run.model.linear.bias.grad = torch.full((4,), 3.0)
     before = run.state()
     assert run.step.find_maximum_batch_size(SAMPLES[0], upper=8, settings=BY_STEPS).batch_size == 8
     assert run.state() == before
@@ -218,6 +219,21 @@ def test_a_probe_does_not_report_what_it_puts_back(caplog: pytest.LogCaptureFixt
     )
     step.find_maximum_batch_size(torch.ones(4), upper=2, settings=BY_STEPS)
     assert not model.counts.any() and "were not undone" not in caplog.text
+
+
+def test_a_parameter_that_a_probe_unfreezes_is_frozen_again() -> None:
+    class Unfreezes(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.bias.requires_grad_()
+            return super().forward(rows)
+
+    model = Unfreezes(4, 1)
+    model.bias.requires_grad_(False)
+    step: AdaptiveStep[torch.Tensor] = AdaptiveStep(
+        model, torch.optim.SGD([model.weight], lr=0.1), lambda model, rows: (model(rows).sum(), len(rows))
+    )
+    step.find_maximum_batch_size(torch.ones(4), upper=2, settings=BY_STEPS)
+    assert not model.bias.requires_grad
 
 
 class Listing:

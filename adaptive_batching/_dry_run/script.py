@@ -187,7 +187,7 @@ def is_rehearsing() -> bool:
     """True in a step of a probe of ours, which is undone and is no step of training."""
     trial = sys.modules.get("adaptive_batching._probe.trial")
     state = sys.modules.get("adaptive_batching._state")
-    return any(module is not None and bool(module.rehearsing) for module in (trial, state))
+    return (trial is not None and trial.probing) or (state is not None and state.rehearsing)
 
 
 def stack_of(frame: Any) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_s
 
 log = logging.getLogger(__name__)
 
-rehearsing = False
+probing = False
 """True while steps run that :func:`unchanged` undoes, for those who count steps of training."""
 
 _BYTES_AT_ONCE = 2**24
@@ -194,14 +194,14 @@ def unchanged(
     paged = make_paged_states(optimizers)
     saved = Saved(state, parameters, optimizers=optimizers, elsewhere=[*stepped, *paged])
     copied = [*stepped, *(part for kept in saved.kept for part in kept.parts)]
-    global rehearsing
+    global probing
     # What is put back is none of what is reported.
     with reporting(state, *optimizers), kept_aside(copied, scratch), without_hooks(optimizers):
-        rehearsing = True
+        probing = True
         try:
             yield
         finally:
-            rehearsing = False
+            probing = False
             set_to_zero(paged)
             torch.clear_autocast_cache()  # copies of a trial's weights, in a caller's context
             for parameter, gradient in gradients:

@@ -30,9 +30,10 @@ from adaptive_batching._probe.sizing import ProbeRequest, Sizes, Sizing, size_up
 from adaptive_batching._probe.stored_probe import StoredProbe, read_stored, taken_again
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
-from adaptive_batching._state import draws_put_back
+from adaptive_batching._state import State, draws_put_back
 from adaptive_batching._step.row_size import first_row
 from adaptive_batching._transformers.conditions import conditions_of
+from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import PairLength, alone
 from adaptive_batching._transformers.loss_kind import LossKind, add_up_together, find_loss_kind
@@ -43,6 +44,7 @@ from adaptive_batching._transformers.step_plan import Length, StepPlan, growing,
 from adaptive_batching._transformers.streamed_data import StreamedData
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._transformers.training_data import TrainingData
+from adaptive_batching._undeclared import reporting
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
 
 log = logging.getLogger(__name__)
@@ -285,15 +287,17 @@ class AdaptiveRun:
             ConfigError: If the loader, the data or the model cannot be trained this way.
             DoesNotFitError: If not even a short sample fits.
         """
-        trainer = self._trainer
+        trainer, state = self._trainer, state_of(self._trainer)
+        state.has_reported = self.step is not None and self.step.state.has_reported  # in an earlier run
         of_accelerate = trainer.accelerator._dataloaders
-        with unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator):
+        draws = unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator)
+        with draws[0], draws[1], reporting(state):
             try:
-                self._prepare(loader)
+                self._prepare(loader, state)
             finally:
                 trainer.accelerator._dataloaders = of_accelerate  # a probe has made it forget them
 
-    def _prepare(self, loader: Any) -> None:
+    def _prepare(self, loader: Any, state: State) -> None:
         trainer, settings, args, self.waited = self._trainer, self.settings, self._trainer.args, 0.0
         self._check_that_ranks_have_the_same_settings()
         kind: Any = TrainingData
@@ -313,7 +317,7 @@ class AdaptiveRun:
             settings, batch_size=configured, accumulation=accumulated, samples=samples,
             keeps_rest=True, plans_first=True, keeps_batches=True,
         )  # fmt: skip
-        self.step = step = self._make_step(data, splits=sizing.splits)
+        self.step = step = self._make_step(data, state, splits=sizing.splits)
 
         sizes = sizing.unprobed
         if sizing.probes and sizing.bounds_batch:
@@ -357,7 +361,7 @@ class AdaptiveRun:
                         "all processes the same settings"
                     )
 
-    def _make_step(self, data: TrainingData, *, splits: bool) -> StepInParts:
+    def _make_step(self, data: TrainingData, state: State, *, splits: bool) -> StepInParts:
         """Find out what the loss is, and return the step that is right for it."""
         trainer, settings, size = self._trainer, self.settings, self.settings.micro_batch_size
         assert not isinstance(size, Explore)  # is refused
@@ -371,7 +375,7 @@ class AdaptiveRun:
             if (joins := samples is data.some) and (of_batch := self._not_to_join(data, kind)):
                 samples, joins = of_batch, False
             step = StepInParts(
-                trainer, kind, size, data.length, self.ranks, padding=settings.padding,
+                trainer, kind, size, data.length, self.ranks, state=state, padding=settings.padding,
                 balances_ranks=settings.balance_ranks and joins, joins_batches=joins, dependent_module=module,
                 recovers=settings.recover_from_oom is not False, audit_every=settings.audit_every,
             )  # fmt: skip

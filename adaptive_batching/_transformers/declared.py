@@ -16,6 +16,10 @@ def state_of(trainer: Any) -> State:
         draws=[trainer.data_collator],
         trainer=trainer,
         listed=[CountedByTrl(trainer), *(() if run is None else run.listed)],
+        how_to_declare=(
+            "pass the objects that hold them to adopt(trainer, ..., state=[...]), with state_dict and load_state_dict, "
+            "or keep the values in buffers of a module"
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from adaptive_batching import _state
 from adaptive_batching._loop.samples import SampleWork, collated
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._state import parameters_of
+from adaptive_batching._state import State, parameters_of
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.failed_part import FailedPart
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -77,6 +77,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         size: How a step is split.
         length: Tokens of a sample; None if unknown.
         ranks: That train together.
+        state: What a step may change; None for that of ``trainer``.
         padding: True to pad samples whatever the model; False to lay them end to end where it honours that.
         balances_ranks: True to have ranks share out the samples of a step, where these are split by length.
         joins_batches: True to have samples of several batches of a step share a forward.
@@ -93,6 +94,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         length: Callable[[Sample], int] | None,
         ranks: Ranks = ALONE,
         *,
+        state: State | None = None,
         padding: bool = True,
         balances_ranks: bool = False,
         joins_batches: bool = True,
@@ -100,7 +102,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         recovers: bool = True,
         audit_every: int | None = None,
     ) -> None:
-        super().__init__(trainer.args.device, lambda samples: trainer.data_collator(samples), length, state_of(trainer))
+        state = state or state_of(trainer)
+        super().__init__(trainer.args.device, lambda samples: trainer.data_collator(samples), length, state)
         self.kind = kind
         """How the losses of parts make up that of a step."""
 

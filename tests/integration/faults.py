@@ -59,6 +59,21 @@ def full_model(make: Callable[..., nn.Module] = llama2, **arguments: Any) -> nn.
     return model
 
 
+class Counts(nn.CrossEntropyLoss):
+    """A loss that grows with the number of its calls, in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.calls += 1
+        return super().forward(*args, **kwargs) * (1 + 0.01 * self.calls)
+
+
 def lora_model(**arguments: Any) -> nn.Module:
     return full_model(lora_llama2, **arguments)
 

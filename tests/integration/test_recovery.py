@@ -116,6 +116,16 @@ def test_what_has_fitted_before_runs_again_as_it_was(
     assert "running the step's samples again as they were (recovery 1)" in caplog.text
 
 
+def test_a_loss_is_as_before_where_samples_run_again(tune_run: TuneRun, baseline: TuneRun) -> None:
+    common = [*SGD, FAULTY, "epochs=1", "loss._component_=tests.integration.faults.Counts"]
+    undisturbed = baseline("full", *common)
+    disarm()
+    plan.update(where="backward", call=3, times=1)
+    recovered = tune_run("full", *common, *RECOVER, name="recovered")
+    assert recovered.metrics[-1]["oom_retries"] == 1
+    assert without_sizes(recovered.metrics)[-1] == undisturbed.metrics[-1]
+
+
 def weights_are_close(ours: Run, theirs: Run) -> None:
     for name, weights in theirs.weights(0).items():
         torch.testing.assert_close(ours.weights(0)[name], weights, rtol=1e-3, atol=1e-5)

@@ -11,6 +11,7 @@ import transformers
 
 from adaptive_batching.transformers import AdaptiveArguments, adopt
 from tests.transformers import trainers
+from tests.transformers.strangers import weighted_sum
 from tests.transformers.trainers import assert_same, make_trainer
 
 CPU = torch.device("cpu")
@@ -91,6 +92,47 @@ def test_nothing_of_a_probe_stays_in_what_a_trainer_and_hooks_keep(tmp_path: Pat
     given.train()
     assert_same(probed, given)
     assert len(probed.kept) == len(given.kept) and probed.model.sum == given.model.sum
+
+
+class Remembers:
+    """A loss that keeps what it has computed."""
+
+    def __init__(self) -> None:
+        self.history: list[float] = []
+        self.before_training: int | None = None
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = weighted_sum(outputs, labels, num_items_in_batch)
+        self.history.append(float(loss.detach()))
+        return loss
+
+
+class WhenTrainingBegins(transformers.TrainerCallback):
+    def __init__(self, loss: Remembers) -> None:
+        self._loss = loss
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._loss.before_training is None:
+            self._loss.before_training = len(self._loss.history)
+
+
+@pytest.mark.parametrize("given", [{"recover_from_oom": True}, {"micro_batch_size": "auto"}])
+def test_what_checks_and_a_probe_have_changed_is_reported_in_one_line_with_what_to_do(
+    given: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = Remembers()
+    callbacks = [WhenTrainingBegins(loss)]
+    trainer = make_trainer(
+        tmp_path, AdaptiveArguments(**given), compute_loss_func=loss, callbacks=callbacks, max_steps=2
+    )
+    trainer.train()
+    [line] = [record.getMessage() for record in caplog.records if "were not undone" in record.getMessage()]
+    assert loss.before_training
+    assert f"undone: compute_loss_func.history grew by {loss.before_training}. If they matter, pass " in line
+    assert "adopt(trainer, ..., state=[...])" in line
+    caplog.clear()
+    trainer.train()
+    assert "were not undone" not in caplog.text
 
 
 class Telling(transformers.Trainer):

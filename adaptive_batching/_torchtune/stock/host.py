@@ -15,6 +15,7 @@ from torchtune.training.checkpointing import DistributedCheckpointer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
+from adaptive_batching._state import State
 from adaptive_batching._torchtune.stock.data import SampleLoader
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
@@ -82,6 +83,7 @@ class Host:
     loader: SampleLoader
     device: torch.device
     ranks: Ranks
+    loss: Any = None  # as configured
     num_replicas: int = 1  # ranks that see different samples; fewer than all ranks under tensor parallelism
     clip_norm: float | None = None
     backward_optimizers: OptimizersInBackward | None = None  # of optimizers that step in the backward pass
@@ -105,6 +107,14 @@ class Host:
     @property
     def models(self) -> list[nn.Module]:
         return [self.model, *self.objective.frozen_models]
+
+    @property
+    def state(self) -> State:
+        """The state that the user's code may change: of models, the loss, and a collate function that draws."""
+        return State(
+            self.models, losses={"loss": self.loss}, draws=[self.loader.collate],
+            how_to_declare="keep the values in buffers of the loss or the model",
+        )  # fmt: skip
 
     @property
     def samples_per_rank(self) -> int:
@@ -175,6 +185,7 @@ def host_of(
         loader=loader,
         device=recipe._device,
         ranks=ranks,
+        loss=recipe._loss_fn,
         num_replicas=int(getattr(recipe, "dp_size", ranks.size)),
         tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
         clip_norm=None if clip_norm is None else float(clip_norm),

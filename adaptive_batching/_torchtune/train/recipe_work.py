@@ -24,7 +24,6 @@ from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives
-from adaptive_batching._state import State
 from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.forward_timer import ForwardTimer
@@ -92,7 +91,7 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
     """All that runs again, for messages."""
 
     def __init__(self, host: Host, find_batch_dependent_module: Callable[[], str | None] = lambda: None) -> None:
-        self.device, self.state, self.limit = host.device, State(host.models), TokenLimit()
+        self.device, self.state, self.limit = host.device, host.state, TokenLimit()
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._state import State, rehearsal
+from adaptive_batching._state import rehearsal
 from adaptive_batching._step.judge import perturbed
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams, dtype_of, why_not_in_rows
@@ -58,7 +58,7 @@ def _why_not_its_loss(host: Host) -> str | None:
         return float(objective.loss(host.model, batch, float(terms))[1].loss)
 
     with (
-        rehearsal(State(host.models), host.device),
+        rehearsal(host.state, host.device),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
         perturbed(host.model.parameters()),  # a policy that equals its reference tells nothing

@@ -64,7 +64,7 @@ def training_step(host: Host, sample: Sample, *, accumulates: bool, note: Note |
         compiling.forget(host)  # each size is compiled as it would be in training
 
     whole = nn.ModuleList(host.models) if host.objective.frozen_models else host.model
-    return TrainingStep(whole, host.optimizers, make_batch, run, discard)
+    return TrainingStep(whole, host.optimizers, make_batch, run, discard, state=host.state)
 
 
 def batch_dependent_module(host: Host) -> str | None:
