@@ -12,7 +12,6 @@ import torch
 from adaptive_batching._step.failed_part import FailedPart, Words
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
-from adaptive_batching._step.split import samples_within
 from adaptive_batching._step.work import Part, Work
 
 Result = TypeVar("Result")
@@ -55,10 +54,9 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
 
     def split(self, groups: Sequence[range]) -> Iterator[list[Part]]:
         """Yield one part of the rows that are left: as many as fit."""
-        [rows], max_tokens = groups, self.limit.max_tokens
+        [rows] = groups
         length = self._lengths[rows.start]
-        fits = len(rows) if max_tokens is None else min(samples_within(max_tokens, length), len(rows))
-        part = rows[: max(fits, 1)]
+        part = rows[: self.limit.samples(length, len(rows))]
         yield [Part(part, len(part) * length, longest=length)]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], Sequence[Any]]]:

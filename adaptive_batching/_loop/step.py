@@ -298,9 +298,7 @@ class AdaptiveStep(Generic[Sample]):
 
         def run(batch: Any) -> None:
             end_forward(self._parallel.roots)
-            outcome = self._runner.run_once([partial(of_batch, batch)] * (2 if in_parts else 1))
-            if outcome.failed:
-                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            self._runner.run_once([partial(of_batch, batch)] * (2 if in_parts else 1)).raise_if_failed()
             self._parallel.sum_gradients()
             clip_and_step(self._model, [self._optimizer], self._max_grad_norm)
 

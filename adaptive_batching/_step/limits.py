@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from adaptive_batching._step.split import samples_within
+
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +28,7 @@ class TokenLimit:
         """Tokens that are left after what has run out of memory; None if nothing has."""
 
         self.num_recoveries = 0
-        self.largest_that_ran = 0  # padded tokens of the largest forward known to fit
+        self._largest_that_ran = 0  # padded tokens of the largest forward known to fit
         self._steps_to_recover = steps_to_recover
         self._clean_steps = 0
         self._failed: list[int] = []
@@ -43,17 +45,26 @@ class TokenLimit:
         return {
             "learned": self.learned, "num_recoveries": self.num_recoveries, "clean_steps": self._clean_steps,
             "steps_to_recover": self._steps_to_recover, "failed": self._failed,
-            "largest_that_ran": self.largest_that_ran,
+            "largest_that_ran": self._largest_that_ran,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.learned, self.num_recoveries = state["learned"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
-        self.largest_that_ran = state["largest_that_ran"]
+        self._largest_that_ran = state["largest_that_ran"]
+
+    def samples(self, length: int, most: int) -> int:
+        """Return how many samples of ``length`` tokens a forward holds, up to ``most``; at least 1."""
+        return most if self.max_tokens is None else min(samples_within(self.max_tokens, length), most)
+
+    def has_fitted(self, tokens: int) -> bool:
+        """Return True if a forward of as many padded tokens is known to fit."""
+        return tokens <= self._largest_that_ran
 
     def note(self, tokens: int) -> None:
-        self.largest_that_ran = max(self.largest_that_ran, tokens)
+        """Take note of a forward that has run, or that a probe has seen to fit."""
+        self._largest_that_ran = max(self._largest_that_ran, tokens)
 
     def shrink(self, tokens: int, *, fitted_before: bool = False) -> None:
         """Lower the limit after ``tokens`` ran out of memory: to half, or an eighth less if as many fitted before."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from adaptive_batching._device import RandomState
 from adaptive_batching._memory.caching_allocator import BYTES_IN_USE, allocator_advice, counted
 from adaptive_batching._memory.out_of_memory import forget_frames, is_out_of_memory
@@ -43,6 +45,11 @@ class Outcome(Generic[T]):
     retried: bool = False  # an allocator had to empty its cache to find room
     failed_here: int | None = None  # number of the part that ran out of memory on this rank, from 0
     error: Exception | None = None  # of that part, without tracebacks, which would keep its tensors alive
+
+    def raise_if_failed(self) -> None:
+        """Raise an out-of-memory error on every rank if one of them has run out of memory."""
+        if self.failed:
+            raise torch.OutOfMemoryError("out of memory on this rank or another") from self.error
 
 
 class StepRunner(Generic[Samples, P, R]):
@@ -260,7 +267,7 @@ class StepRunner(Generic[Samples, P, R]):
         part = None if outcome.failed_here is None else parts[outcome.failed_here]
         failed = None if part is None else work.failed(part)
         samples, tokens = (0, 0) if failed is None else (failed.samples, failed.tokens)
-        fitted_before = ranks.all(tokens <= self.limit.largest_that_ran and self._failures < 2)
+        fitted_before = ranks.all(self.limit.has_fitted(tokens) and self._failures < 2)
         as_they_were = fitted_before and self._failures == 0
         what = cause = why = None
         if part is not None and failed is not None:
@@ -315,7 +322,7 @@ class StepRunner(Generic[Samples, P, R]):
     def _cause(self, part: P, failed: FailedPart, error: Exception | None) -> str | None:
         """Say why memory ran out, where it is clear."""
         longer = None
-        if 0 < self._longest_that_ran < part.longest and failed.tokens > self.limit.largest_that_ran:
+        if 0 < self._longest_that_ran < part.longest and not self.limit.has_fitted(failed.tokens):
             longer = LongerSample(part.longest, self._longest_that_ran, failed.name)
         setting = None if self._work.device is None else allocator_advice(self._work.device)
         return cause_of(read_message(str(error)), self._starts, longer, setting)

@@ -91,7 +91,7 @@ class RowsWork(Work[Any, RowsPart, Any]):
     """All that runs again, for messages."""
 
     def __init__(self, run: GeneratedRun, device: torch.device) -> None:
-        self._run, self.device = run, device
+        self._run, self.device, self.state = run, device, State([run._trainer.model])
         self.limit = TokenLimit()
 
     def parts(self, rows: Sequence[PreparedRow], rule: SplitRule, *, learns: bool) -> list[RowsPart]:

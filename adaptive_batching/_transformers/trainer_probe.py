@@ -81,8 +81,8 @@ def probe(
             if not step.models:
                 for forward in forwards:
                     forward()
-            elif (outcome := step.run(forwards)).failed:
-                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            else:
+                step.run(forwards).raise_if_failed()
             clip_and_step(models, [optimizer], trainer.args.max_grad_norm or math.inf)
 
         def make_batch(size: int) -> tuple[Any, SampleBounds | None, int]:

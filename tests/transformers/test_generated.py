@@ -215,6 +215,20 @@ def test_memory_that_runs_out_in_a_backward_ends_in_the_same_updates(
     assert_as(stock(name), trainer)
 
 
+def test_what_runs_again_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    """Bit for bit the run without the error, with dropout; memory was only scattered."""
+    ended = []
+    for at in ([], [5]):
+        torch.manual_seed(3)
+        trainer = make(tmp_path, {"micro_batch_size": 2}, model=make_model(dropout=0.2), num_iterations=1)
+        fails_in_backward(trainer, at)
+        trainer.train()
+        ended.append(trainer)
+    undisturbed, recovered = ended
+    assert recovered.adaptive.num_recoveries == 1 and undisturbed.adaptive.num_recoveries == 0
+    assert torch.equal(weights(undisturbed), weights(recovered))
+
+
 @pytest.mark.parametrize("name", ["dapo", "rloo"])
 def test_memory_that_runs_out_in_a_forward_of_any_kind_ends_in_the_same_updates(
     name: str, stock: Any, tmp_path: Path

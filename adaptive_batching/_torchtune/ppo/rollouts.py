@@ -14,7 +14,6 @@ from torchtune.rlhf import Trajectory
 
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
-from adaptive_batching._step.split import samples_within
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
@@ -51,9 +50,7 @@ class RolloutWork(RecipeWork[range, Trajectory]):
     def split(self, groups: Sequence[range]) -> Iterator[list[MicroBatch]]:
         """Yield one part of the rows that are left; parts are as even as can be."""
         [rows] = groups
-        most = self._most_rows or self._chunk
-        if self.limit.max_tokens is not None:
-            most = min(most, samples_within(self.limit.max_tokens, self._length))
+        most = self.limit.samples(self._length, self._most_rows or self._chunk)
         # Within a chunk no draw is made twice.
         left = (self.draws.end_of_chunk(rows.start) if most <= self._chunk else rows.stop) - rows.start
         num_parts = -(-left // most)

@@ -200,11 +200,14 @@ def unchanged_weights(model: nn.Module | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_batch_state(checkpointer: Any, state: dict[str, Any] | None) -> Iterator[None]:
-    """Have ``checkpointer`` save ``state`` with what it saves inside, where stock saves no state of the loader."""
+    """Have ``checkpointer`` save ``state``, if there is one, inside, where stock saves no state of the loader."""
+    if state is None:
+        yield
+        return
     stock_save = checkpointer.save_checkpoint
 
     def save(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if state is not None and training.OPT_KEY in checkpoint:  # else it is the last one, of weights alone
+        if training.OPT_KEY in checkpoint:  # else it is the last one, of weights alone
             checkpoint[training.DATALOADER_KEY] = {STATE_KEY: state}
         stock_save(checkpoint, *args, **kwargs)
 

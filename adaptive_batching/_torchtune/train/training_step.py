@@ -55,8 +55,7 @@ def training_step(host: Host, sample: Sample, *, accumulates: bool, note: Note |
 
     def run(batch: Batch) -> None:
         outcome = run_once(host, [partial(run_one, batch, is_last=last) for last in [False, True][not accumulates :]])
-        if outcome.failed:
-            raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+        outcome.raise_if_failed()
         apply_gradients(host, sum_over_ranks(sum(outcome.results[1:], outcome.results[0]), host.ranks))
 
     def discard() -> None:
