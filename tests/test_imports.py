@@ -36,10 +36,9 @@ MAY_IMPORT = {
     "probe": {"config", "device", "growth", "memory", "ranks", "state", "undeclared", "values"},
     "report": {"growth", "step", "probe", "values"},
     "state": {"device", "memory", "tensors", "values"},
-    "step": {"device", "memory", "probe", "ranks", "state", "tensors", "undeclared", "values", "without_chance"},
+    "step": {"device", "memory", "probe", "ranks", "state", "tensors", "undeclared", "values"},
     "tensors": {"values"},
     "undeclared": {"state", "tensors"},
-    "without_chance": set(),
 }
 PURE = {
     room + name

@@ -25,7 +25,7 @@ MOST_HOLDERS = 10
 MOST_POINTS = 400  # of the picture
 
 _HERE = Path(__file__).parents[1]
-_OURS = tuple(str(_HERE / room) for room in ("_dry_run", "_without_chance.py"))
+_OURS = tuple(str(_HERE / room) for room in ("_dry_run", "_step/judge.py"))
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _OPTIMIZERS = (

@@ -1,7 +1,7 @@
 """Do parts of a batch add up to it? Batch norms by name, and all else by the gradient that both leave.
 
-Meanwhile random numbers do not depend on the batch that they are drawn for
-(:mod:`adaptive_batching._without_chance`), so that dropout makes no difference.
+Meanwhile common random numbers do not depend on the batch that they are drawn for (:class:`WithoutChance`), so that
+dropout makes no difference. Where others are drawn, a difference proves nothing, and a warning says what draws.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import os
 import random
@@ -17,7 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import ALONE, Ranks
@@ -26,7 +31,8 @@ from adaptive_batching._step.work import Work
 from adaptive_batching._tensors import hash_of, plain_parts
 from adaptive_batching._undeclared import reporting
 from adaptive_batching._values import DRY_RUN, ConfigError, percent
-from adaptive_batching._without_chance import WithoutChance
+
+log = logging.getLogger(__name__)
 
 _PARTS = 16  # of a step, of which two samples are chosen
 _TIMES = 4  # as long as the other one of them should be
@@ -57,7 +63,8 @@ class GradientsDifferError(ConfigError):
 class Audit:
     """Compares the gradient of two parts with that of their union, on all ranks together.
 
-    The first comparison also reports what the samples change that nobody puts back.
+    The first comparison also reports what the samples change that nobody puts back. Gradients that differ where random
+    numbers are drawn that :class:`WithoutChance` does not replace prove nothing: the first time, a warning says so.
 
     It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
     or three samples run, of unlike lengths, and short ones of these, so that it costs a small part of these steps.
@@ -75,6 +82,7 @@ class Audit:
         assert work.state is not None
         self._work, self._state, self._ranks = work, work.state, ranks
         self._remedy, self._every = remedy, every
+        self._has_warned = False
         self._step = self._up_to = 1  # the one that is looked at, and the latest that may be due
         self._next = self._next_alike = 1  # the second where a step has only samples of one length
 
@@ -128,7 +136,7 @@ class Audit:
         Raises:
             ConfigError: As for :meth:`look`.
         """
-        parameters, numbers = self._work.parameters(), list[float]()
+        parameters, numbers, draws = self._work.parameters(), list[float](), set[str]()
 
         def noted(lists: Sequence[list[Any]]) -> bool:
             if (number := run(lists)) is not None:
@@ -142,12 +150,18 @@ class Audit:
                 compared = gradient_error(parameters, first, second, start_over, self._ranks)
                 if compared is None:
                     return None
-                error, rounding = map(self._ranks.largest, compared)
-                return error, rounding
+                error, rounding, drawn = compared
+                draws.update(drawn)
+                return self._ranks.largest(error), self._ranks.largest(rounding)
 
             def with_rounded_weights() -> bool:
                 with perturbed(parameters, in_last_place=True):
                     return together()
+
+            def with_other_numbers() -> bool:
+                for device in {torch.device("cpu"), parameters[0].device}:
+                    torch.rand(1, device=device)  # so that what comes next is drawn from another place
+                return together()
 
             if (compared := measured(together, apart)) is None:
                 return False
@@ -165,6 +179,12 @@ class Audit:
                     return False
                 error = min(error, in_another_order[0])
                 rounding = max(rounding, _TIMES_ROUNDING * of_rounding[0])
+            if rounding < error < math.inf and repeats and any(of_ranks := self._ranks.gather(draws)):
+                if (by_chance := measured(together, with_other_numbers)) is None:
+                    return False
+                if by_chance[0] > rounding:  # else what is drawn explains nothing
+                    self._warn_of(set[str]().union(*of_ranks))
+                    return True
         if error == math.inf:
             raise ConfigError(
                 "a backward pass changes what is trained or takes the gradients away, as a hook of "
@@ -186,6 +206,15 @@ class Audit:
                 f"same batch in one, so that training in parts would go wrong: it counts padding, say; {self._remedy}"
             )
         return True
+
+    def _warn_of(self, draws: Iterable[str]) -> None:
+        if not self._has_warned:
+            log.warning(
+                "parts of a batch cannot be compared with the whole, because random numbers are drawn (by %s); a loss "
+                "or a model that uses statistics of the whole batch (in-batch negatives, a router's auxiliary loss) "
+                "would go unnoticed", ", ".join(sorted(draws)),
+            )  # fmt: skip
+        self._has_warned = True
 
 
 def _of_unlike_lengths(parts: Sequence[list[Any]], work: Work[Any, Any, Any]) -> tuple[list[Any], list[Any]] | None:
@@ -223,8 +252,10 @@ def gradient_error(
     apart: Callable[[], bool],
     start_over: Callable[[], None],
     ranks: Ranks = ALONE,
-) -> tuple[float, float] | None:
-    """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
+) -> tuple[float, float, set[str]] | None:
+    """Return the error of the gradient of parts that ran ``apart``, the error that rounding explains, and what drew.
+
+    The last are the :attr:`WithoutChance.draws` of this rank, which may explain an error, too.
 
     Both leave gradients in ``parameters``, and return False if memory has run out, which all ``ranks`` know. Then
     nothing is known, as with a gradient that is not finite on a rank, and the result is None on all. The error is inf
@@ -246,7 +277,7 @@ def gradient_error(
             # Ranks go on together: the next run may have collectives.
             worst = ranks.largest(2 if changes else 1 if sketch is None else 0)
             if worst:
-                return (math.inf, mode.rounding[1]) if worst == 2 else None
+                return (math.inf, mode.rounding[1], mode.draws) if worst == 2 else None
             assert sketch is not None
             sketches.append(sketch)
     expected, actual = sketches
@@ -254,7 +285,7 @@ def gradient_error(
     if not ranks.all(math.isfinite(scale)):
         return None
     # Finite gradients are at most 2 apart; one that is not finite in a part alone is as wrong.
-    return (min(expected.distance(actual) / scale, 2.0) if scale else 0.0), mode.rounding[1]
+    return (min(expected.distance(actual) / scale, 2.0) if scale else 0.0), mode.rounding[1], mode.draws
 
 
 def _sketched(parameters: Sequence[nn.Parameter]) -> GradientSketch | None:
@@ -322,7 +353,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 @functools.cache
 def _noise() -> torch.Tensor:
-    """Return numbers of a normal distribution, drawn by Python, as torch draws none within :class:`WithoutChance`."""
+    """Return numbers of a normal distribution, drawn by Python, as :class:`WithoutChance` replaces those of torch."""
     draw = random.Random(0)
     return torch.tensor([draw.gauss(0.0, 1.0) for _ in range(_FIRST)])
 
@@ -367,3 +398,180 @@ def _first_rows(sparse: torch.Tensor) -> torch.Tensor:
     """Return what :func:`_first_of` would return of a sparse tensor, were it a dense one."""
     rows = min(max(_FIRST // max(sparse[0].numel(), 1), 1), len(sparse)) if sparse.numel() > _FIRST else len(sparse)
     return _first_of(torch.narrow_copy(sparse, 0, 0, rows).to_dense())
+
+
+# Random numbers
+
+# Errors that rounding explains, of a sum of losses relative to its terms, and of a gradient. TF32 rounds what goes in,
+# which is the same in any batch.
+_ROUNDING = {torch.bfloat16: (2e-2, 1e-1), torch.float16: (5e-3, 3e-2)}
+_ROUNDING_OF_SINGLE = (1e-4, 1e-4)
+# Of a model that rounds itself, as if it were quantized: rounding may send a number to the next level.
+_ROUNDING_OF_LEVELS = (2e-2, 1e-1)
+_LEVELS = {"round", "round_", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"}
+_MOST_DRAWS = 1_000  # in a module; what draws until a number is as it wants it would never end
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class WithoutChance(TorchFunctionMode):
+    """Replace what torch's common random functions draw inside by numbers that depend on the last dimension alone.
+
+    So a sample meets the same numbers in any batch. Dropout leaves everything as it is, and uniform noise becomes its
+    mean. Normal noise becomes a fixed pattern, not zero, so that noise added once per part is noticed. ``randperm``
+    returns the reverse order, so that mixing samples is noticed.
+
+    :attr:`dtypes` are those of what functions have returned, which tell what rounding can do. :attr:`draws` are the
+    names of other functions that have drawn, as the state of torch's generators tells.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+        self.draws: set[str] = set()
+        self._has_levels = False
+        self._num_calls = 0
+        self._num_draws = 0  # since a module has begun to run
+        self._entered: list[bool] = []  # for each module that runs: True if that has entered this mode
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> WithoutChance:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if not self._hooks:
+            # In a backward pass no mode is active, and checkpointed layers would run again otherwise than they have.
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter_again),
+                register_module_forward_hook(self._leave_again, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._entered:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _enter_again(self, module: nn.Module, args: Any) -> None:
+        self._num_draws = 0
+        before = self._num_calls
+        torch.empty(0)
+        is_active = self._num_calls != before
+        if not is_active:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        self._entered.append(not is_active)
+
+    def _leave_again(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._entered.pop():
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """The largest errors that rounding explains: of a sum, relative to its terms, and of a gradient."""
+        if self._has_levels:
+            return _ROUNDING_OF_LEVELS
+        return max((_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) for dtype in self.dtypes), default=_ROUNDING_OF_SINGLE)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_calls += 1
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        self._has_levels = self._has_levels or name in _LEVELS
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.update({} if len(args) > 4 else {"dropout_p": 0.0})
+        elif func is F.multi_head_attention_forward:
+            kwargs["training"] = False
+        before = _generators()
+        returned = func(*args, **kwargs)
+        if isinstance(returned, torch.Tensor):
+            self.dtypes.add(returned.dtype)
+            if (drawn := _DRAWN.get(name)) is not None and self._num_draws < _MOST_DRAWS:
+                self._num_draws += 1
+                return _with_values(returned, drawn(returned, args, kwargs))
+        if func not in _ATTENTIONS and _have_moved(before):
+            self.draws.add(name)
+        return returned
+
+
+def _generators() -> tuple[torch.Tensor, list[int]]:
+    """Return the state of torch's generator on the CPU, and how far those of CUDA are, which it does not initialize."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_cuda = torch.cuda.default_generators if in_use else ()
+    return torch.default_generator.get_state(), [generator.get_offset() for generator in on_cuda]
+
+
+def _have_moved(before: tuple[torch.Tensor, list[int]]) -> bool:
+    on_cpu, on_cuda = _generators()
+    return on_cuda[: len(before[1])] != before[1] or not torch.equal(on_cpu, before[0])
+
+
+_DROPOUTS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
+    "dropout_", "alpha_dropout_", "feature_alpha_dropout_", "feature_dropout_",
+}  # fmt: skip
+# Their dropout is off. A kernel may pass random numbers over all the same.
+_ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+def _with_values(drawn: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    drawn.data.copy_(values.expand(drawn.shape))  # a backward pass may have saved what was drawn, and takes these
+    return drawn
+
+
+def _even(like: torch.Tensor) -> torch.Tensor:
+    """Return numbers spread over (0, 1) along the last dimension, alike in each row; halves where there is but one."""
+    if like.dim() < 2:
+        return torch.full(like.shape, 0.5, dtype=torch.float64, device=like.device)
+    place = torch.arange(1, like.shape[-1] + 1, dtype=torch.float64).mul(_GOLDEN).remainder(1)
+    return place.to(torch.float32).to(like.device)
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str, default: Any) -> Any:
+    return kwargs.get(name, args[place] if len(args) > place else default)
+
+
+def _mean_of_uniform(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
+    return torch.full_like(drawn, (low + high) / 2)
+
+
+def _of_normal(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, deviation = (_argument(args, kwargs, at, name, float(at - 1)) for at, name in ((1, "mean"), (2, "std")))
+    return _standard(drawn).mul(deviation).add(mean)
+
+
+def _standard(like: torch.Tensor) -> torch.Tensor:
+    """Return numbers of mean 0 and variance 1, as :func:`_even` spreads them."""
+    return (_even(like) - 0.5) * math.sqrt(12)
+
+
+def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return whole numbers from ``low`` up to, and without, ``high``: ``randint`` takes both, or the second alone."""
+    bounds = [bound for bound in args if isinstance(bound, int)]
+    low, high = (bounds if len(bounds) > 1 else [0, *bounds, 1])[:2]
+    low, high = kwargs.get("low", low), kwargs.get("high", high)
+    numbers: torch.Tensor = (low + (high - low) * _even(drawn)).floor()
+    return numbers
+
+
+_DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
+    "rand": lambda drawn, args, kwargs: _even(drawn),
+    "rand_like": lambda drawn, args, kwargs: _even(drawn),
+    "uniform_": _mean_of_uniform,
+    "randn": lambda drawn, args, kwargs: _standard(drawn),
+    "randn_like": lambda drawn, args, kwargs: _standard(drawn),
+    "normal_": _of_normal,
+    "normal": lambda drawn, args, kwargs: (
+        _standard(drawn) * _argument(args, kwargs, 1, "std", 1.0) + _argument(args, kwargs, 0, "mean", 0.0)
+    ),
+    "exponential_": lambda drawn, args, kwargs: -torch.log1p(-_even(drawn)) / _argument(args, kwargs, 1, "lambd", 1.0),
+    "random_": lambda drawn, args, kwargs: _whole(drawn, args[1:], kwargs),
+    "bernoulli": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", args[0]),
+    "bernoulli_": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", 0.5),
+    "randint": _whole,
+    "randint_like": lambda drawn, args, kwargs: _whole(drawn, args[1:], kwargs),
+    "randperm": lambda drawn, args, kwargs: torch.arange(len(drawn) - 1, -1, -1, device=drawn.device),
+}
+"""Functions that draw, by name: (the drawn tensor, args, kwargs) -> the values that replace what was drawn."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -25,7 +24,7 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._state import draws_put_back, rehearsal
-from adaptive_batching._step.judge import error_of_sum, find_batch_norm
+from adaptive_batching._step.judge import WithoutChance, error_of_sum, find_batch_norm
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -37,7 +36,6 @@ from adaptive_batching._transformers.handed_out import (
 )
 from adaptive_batching._transformers.losses_of_groups import (
     Losses,
-    are_drawn,
     in_groups,
     losses_of_groups,
     without_gradients,
@@ -45,7 +43,6 @@ from adaptive_batching._transformers.losses_of_groups import (
 from adaptive_batching._transformers.older_versions import declared_as_scaled, shifts_labels
 from adaptive_batching._transformers.row_of_samples import IGNORED
 from adaptive_batching._values import DRY_RUN, ConfigError, first_line, percent
-from adaptive_batching._without_chance import WithoutChance
 
 log = logging.getLogger(__name__)
 
@@ -232,16 +229,20 @@ def _find_loss_kind(
                 f"the loss of {name} is not finite before training ({total}), on samples that have targets; look at "
                 "the weights that it begins with, and for a mean over nothing, as of a class that a batch lacks"
             )
-        module, is_drawn = tried.batch_norm, kind is None and tried.are_drawn()
-        if module is None and is_drawn:  # it may do so in training alone
-            kind, _ = tried.kind(trainer.model.eval)
+        module = tried.batch_norm
+        # It may draw in training alone. All ranks of a sharded model run as often.
+        is_drawn = module is None and kind is None and bool(losses.draws)
+        if ranks.any(is_drawn) if is_sharded(trainer.model) else is_drawn:
+            tried.evaluate()
+            kind, losses = tried.kind()
         if kind is None and not splits:
             kind, module = LossKind(False, "batches"), module or f"the loss of {name}"
         if kind is None:
             error = percent(min(tried.errors(losses).values()))
-            if padding := tried.cause_in_padding(losses.rounding):
+            if not losses.draws and (padding := tried.cause_in_padding(losses.rounding)):
                 raise ConfigError(f"parts of a batch do not add up to it ({error} off): {padding}")
-            chance = "random numbers that the loss draws, and " if is_drawn else ""
+            names = ", ".join(sorted(losses.draws))
+            chance = f"random numbers that the loss draws in evaluation as well (by {names}), and " if names else ""
             raise ConfigError(
                 f"the loss of {name} is neither a sum over num_items_in_batch nor a mean over targets or samples, so "
                 f"that parts of a batch do not add up to it (they are {error} off); leave out {chance}what uses the "
@@ -303,15 +304,19 @@ class _Trials:
             batches = [self._collated([sample]) for sample in samples]
         self._groups = self._unlike_groups(samples, batches, most)
 
-    def kind(self, mode: Callable[[], nn.Module] | None = None) -> tuple[LossKind | None, Losses[_Ran]]:
-        """Return the first kind that fits all losses, if one does, and the losses; ``mode`` sets that of the model."""
+    def evaluate(self) -> None:
+        """Run the model as in evaluation from now on."""
+        self._mode = self._trainer.model.eval
+
+    def kind(self) -> tuple[LossKind | None, Losses[_Ran]]:
+        """Return the first kind that fits all losses, if one does, and the losses."""
         summed, means = ([kind for kind in self._kinds if kind.takes_number is takes] for takes in (True, False))
         for kinds, number in (summed, _NUMBER), (means, None):
             if not kinds:
                 continue
             losses = losses_of_groups(
                 self._groups, partial(self._run, number=number), list(self._trainer.model.parameters()),
-                partial(self._begin, mode),
+                self._begin,
             )  # fmt: skip
             errors = {kind: losses.error(partial(self._as_sums, kind)) for kind in kinds}
             # Where losses are nearly alike, another kind is nearly right.
@@ -320,12 +325,6 @@ class _Trials:
                 if error <= right:
                     return kind, losses
         return None, losses
-
-    def are_drawn(self) -> bool:
-        """Return True if the loss draws random numbers of its own."""
-        samples = [sample for group in self._groups for sample in group]
-        number = _NUMBER if any(kind.takes_number for kind in self._kinds) else None
-        return are_drawn(samples, partial(self._run, number=number), self._begin, self._trainer.args.device)
 
     def errors(self, losses: Losses[_Ran]) -> dict[LossKind, float]:
         return {kind: losses.error(partial(self._as_sums, kind)) for kind in self._kinds if not kind.takes_number}
@@ -411,9 +410,9 @@ class _Trials:
                 "loss what gathers or sums over ranks, or train without adaptive"
             )
 
-    def _begin(self, mode: Callable[[], nn.Module] | None = None) -> None:
+    def _begin(self) -> None:
         self._start_over()
-        (mode or self._mode)()
+        self._mode()
 
     def _run(self, samples: list[Sample], number: Any) -> _Ran:
         try:

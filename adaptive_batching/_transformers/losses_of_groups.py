@@ -13,9 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from adaptive_batching._device import RandomState
-from adaptive_batching._step.judge import error_of_sum, perturbed
-from adaptive_batching._without_chance import WithoutChance
+from adaptive_batching._step.judge import WithoutChance, error_of_sum, perturbed
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
@@ -54,6 +52,9 @@ class Losses(Generic[T]):
     rounding: float
     """The error of a sum that rounding explains."""
 
+    draws: set[str]
+    """Functions that have drawn random numbers, by name, which explain any error (:attr:`WithoutChance.draws`)."""
+
     def error(self, sums: Callable[[T], Sequence[float]]) -> float:
         """Return the largest error of the sums that ``sums`` makes of what has been given."""
         columns = zip(*map(sums, self.of_groups), sums(self.of_union), strict=True)
@@ -77,26 +78,7 @@ def losses_of_groups(
             start_over()
             with perturbed(parameters):
                 found.append(without_gradients(run, group))
-    return Losses(found[:-1], found[-1], mode.rounding[0])
-
-
-def are_drawn(
-    samples: list[Sample], run: Callable[[list[Sample]], Any], start_over: Callable[[], None], device: torch.device
-) -> bool:
-    """Return True if only the random state gives samples another loss, as in an operator that draws where none sees it.
-
-    Recurrent layers do, for their dropout.
-    """
-    losses = []
-    start_over()
-    random_state = RandomState(device)
-    with WithoutChance(), torch.compiler.set_stance("force_eager"):
-        for draws_anew in (False, False, True):
-            if not draws_anew:
-                random_state.put_back()
-            losses.append(without_gradients(run, samples))
-    first, second, drawn = (float(torch.as_tensor(loss[0])) for loss in losses)
-    return first == second != drawn
+    return Losses(found[:-1], found[-1], mode.rounding[0], mode.draws)
 
 
 def without_gradients(run: Callable[[Batch], T], samples: Batch) -> T:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching import _without_chance
 from adaptive_batching._dry_run.history import (
     BACKWARD,
     BUCKETS,
@@ -27,6 +26,7 @@ from adaptive_batching._dry_run.history import (
     read_history,
     step_of,
 )
+from adaptive_batching._step import judge
 
 TORCH = f"{torch.__path__[0]}"
 KIB = 1024
@@ -89,7 +89,7 @@ def test_a_history_ends_where_an_allocation_failed() -> None:
     [
         ([], "backward pass", None),
         ([LINEAR, SCRIPT], "train.py:7 main", "train.py:7 main"),
-        ([LINEAR, frame(str(_without_chance.__file__)), SCRIPT], "train.py:7 main", "train.py:7 main"),
+        ([LINEAR, frame(str(judge.__file__)), SCRIPT], "train.py:7 main", "train.py:7 main"),
         ([LINEAR, MODEL, SCRIPT], "somewhere/model.py:3 f", "train.py:7 main"),
         ([LINEAR, frame("<string>"), LINEAR], "modules/linear.py:134 forward", None),
     ],

@@ -114,7 +114,7 @@ def test_a_gradient_that_depends_on_the_order_of_samples_is_no_rounding() -> Non
         step(SAMPLES)
 
 
-# Random numbers, which each sample has of its own
+# Random numbers, which each sample has of its own: some are replaced by fixed ones, of others a warning says what draws
 
 
 def _categories(hidden: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -136,11 +136,11 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of features, [n,
     "cauchy_": lambda h: h + torch.empty_like(h).cauchy_(),
     "log_normal_": lambda h: h * torch.empty_like(h).log_normal_(),
     "random_": lambda h: h * torch.empty_like(h).random_(0, 5),
-    "fractional pooling": lambda h: F.fractional_max_pool2d(h[:, None, :, None].expand(-1, 1, 6, 6), 2, 3)[
-        :, 0, 0
-    ].repeat(1, 2),
+    "fractional pooling": lambda h: F.fractional_max_pool2d(h[:, None, :, None].expand(-1, 1, 6, 6), 2, 4)[
+        :, 0, :, 0
+    ].repeat(1, 2)[:, :6],
     "Normal": lambda h: D.Normal(h, 1.0).rsample(),
-    "Categorical": lambda h: h * F.one_hot(D.Categorical(logits=h).sample(), 6),
+    "Categorical": lambda h: h * (1 + F.one_hot(D.Categorical(logits=h).sample(), 6)),
     "Bernoulli": lambda h: h * D.Bernoulli(logits=h).sample(),
     "Gamma": lambda h: D.Gamma(h.exp(), 1.0).rsample(),
     "Beta": lambda h: D.Beta(h.exp(), h.exp()).rsample(),
@@ -155,18 +155,33 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of features, [n,
 }
 OF_BATCHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "randperm": lambda h: h + h[torch.randperm(len(h))],
-    "multinomial": lambda h: h + h[torch.multinomial(torch.ones(len(h)), len(h))],
-    "Beta": lambda h: 0.7 * h + 0.3 * h.flip(0) * D.Beta(1.0, 1.0).sample(),
+    "rand": lambda h: h + torch.rand(()) * h.flip(0),
 }
+UNNOTICED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "multinomial of samples": lambda h: h + h[torch.multinomial(torch.ones(len(h)), len(h))],
+    "Beta of a batch": lambda h: 0.7 * h + 0.3 * h.flip(0) * D.Beta(1.0, 1.0).sample(),
+}
+WARNED_OF = {  # by what is drawn: the function that does
+    "gumbel_softmax": "gumbel_softmax", "gumbel_softmax, hard": "gumbel_softmax",
+    "multinomial": "multinomial", "multinomial with replacement": "multinomial", "Categorical": "multinomial",
+    "poisson": "poisson", "Poisson": "poisson", "Binomial": "binomial",
+    "rrelu": "rrelu", "rrelu of torch": "rrelu", "fractional pooling": "fractional_max_pool2d",
+    "geometric_": "geometric_", "cauchy_": "cauchy_", "log_normal_": "log_normal_",
+    "Gamma": "_standard_gamma", "StudentT": "_standard_gamma",
+    "Beta": "_sample_dirichlet", "Dirichlet": "_sample_dirichlet",
+    "multinomial of samples": "multinomial", "Beta of a batch": "_sample_dirichlet",
+}  # fmt: skip
 
 
 class Draws(nn.Module):
+    """Draws twice, as layers do, so that parts draw in another order than their batch."""
+
     def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.draw, self.before, self.after = draw, nn.Linear(5, 6), nn.Linear(6, 1)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.after(self.draw(self.before(values))).squeeze(-1)
+        result: torch.Tensor = self.after(self.draw(self.draw(self.before(values)))).squeeze(-1)
         return result
 
 
@@ -181,9 +196,36 @@ def drawing(draw: Callable[[torch.Tensor], torch.Tensor]) -> AdaptiveStep[torch.
     return step
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_random_numbers_that_each_sample_has_of_its_own_are_right_in_parts(name: str) -> None:
-    assert torch.isfinite(drawing(DRAWS[name])([*torch.randn(8, 5)]))
+@pytest.mark.parametrize("name", [*DRAWS, *UNNOTICED])
+def test_a_model_that_draws_is_split_and_a_warning_names_what_cannot_be_compared(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert torch.isfinite(drawing({**DRAWS, **UNNOTICED}[name])([*torch.randn(8, 5)]))
+    expected = [f"(by {WARNED_OF[name]})"] if name in WARNED_OF else []
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [message[message.index("(by") : message.index(";")] for message in warned] == expected
+
+
+def test_the_warning_of_what_draws_comes_once_and_says_what_would_go_unnoticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    step = drawing(F.gumbel_softmax)
+    for _ in range(10):  # of which the first and the last are looked at
+        step([*torch.randn(8, 5)])
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "parts of a batch cannot be compared with the whole, because random numbers are drawn (by gumbel_softmax); a "
+        "loss or a model that uses statistics of the whole batch (in-batch negatives, a router's auxiliary loss) would "
+        "go unnoticed"
+    ]
+
+
+def test_numbers_that_are_drawn_for_nothing_excuse_no_difference() -> None:
+    def centred(hidden: torch.Tensor) -> torch.Tensor:
+        torch.multinomial(torch.ones(5), 2)
+        return hidden - hidden.mean(0)
+
+    with pytest.raises(ConfigError, match="uses statistics of the whole batch"):
+        drawing(centred)([*torch.randn(8, 5)])
 
 
 @pytest.mark.parametrize("name", OF_BATCHES)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributions as D
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batching._step.judge import GradientSketch, error_of_sum, gradient_error, perturbed
+from adaptive_batching._step.judge import GradientSketch, WithoutChance, error_of_sum, gradient_error, perturbed
 from adaptive_batching._transformers.losses_of_groups import in_groups
-from adaptive_batching._without_chance import WithoutChance
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,17 @@ def test_what_is_chosen_at_random_is_neither_all_nor_nothing() -> None:
         assert 3 <= chosen[0].sum() <= 9 and torch.equal(chosen[0], chosen[1])
         assert torch.randint(10, 20, (1, 40)).unique().numel() > 5
         assert torch.randperm(4).tolist() == [3, 2, 1, 0], "samples that are mixed meet others"
+
+
+def test_what_else_draws_is_named() -> None:
+    layer, x = nn.LSTM(4, 4, num_layers=2, dropout=0.5), torch.randn(3, 5, 4)
+    with WithoutChance() as mode:
+        F.dropout(torch.rand(3, 5), 0.5).softmax(-1)
+        layer.eval()(x)
+        assert mode.draws == set()
+        layer.train()(x)
+        D.Gamma(torch.ones(2), 1.0).sample()
+    assert mode.draws == {"lstm", "_standard_gamma"}
 
 
 def test_a_checkpointed_layer_runs_again_as_it_has_run() -> None:
@@ -139,11 +150,12 @@ def test_gradients_that_cannot_be_compared_tell_nothing() -> None:
 
         return run
 
-    assert gradient_error(parameters, leave(1.0), leave(1.5), lambda: None) == pytest.approx((1 / 3, 1e-4))
+    compared = gradient_error(parameters, leave(1.0), leave(1.5), lambda: None)
+    assert compared is not None and compared[0] == pytest.approx(1 / 3)
     assert gradient_error(parameters, leave(1.0), lambda: False, lambda: None) is None, "memory has run out"
     assert gradient_error(parameters, leave(math.inf), leave(1.0), lambda: None) is None, "as a scaler finds out"
-    assert gradient_error(parameters, leave(0.0), leave(0.0), lambda: None) == (0.0, 1e-4)
-    assert gradient_error(parameters, leave(1.0), leave(math.nan), lambda: None) == (2.0, 1e-4), "in parts alone"
+    assert gradient_error(parameters, leave(0.0), leave(0.0), lambda: None) == (0.0, 1e-4, set())
+    assert gradient_error(parameters, leave(1.0), leave(math.nan), lambda: None) == (2.0, 1e-4, set()), "in parts alone"
 
 
 def run_backward(parameter: nn.Parameter) -> bool:
@@ -164,13 +176,13 @@ def test_an_optimizer_within_backward_shows_also_where_it_leaves_no_gradient(rat
         parameter.grad = None
 
     run = partial(run_backward, parameter)
-    assert gradient_error([parameter], run, run, start_over) == (0.0, 1e-4)
+    assert gradient_error([parameter], run, run, start_over) == (0.0, 1e-4, set())
     logs = parameter.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
     for runs in (run, lambda: True):  # as a batch without targets does
-        assert gradient_error([parameter], runs, runs, start_over) == (0.0, 1e-4), "a hook that only looks"
+        assert gradient_error([parameter], runs, runs, start_over) == (0.0, 1e-4, set()), "a hook that only looks"
     logs.remove()
     parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
-    assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4)
+    assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4, set())
 
 
 def test_a_run_that_changes_what_is_trained_and_leaves_its_gradient_is_found_out() -> None:
@@ -185,4 +197,4 @@ def test_a_run_that_changes_what_is_trained_and_leaves_its_gradient_is_found_out
         parameter.data.clamp_(max=0.5)
         return True
 
-    assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4)
+    assert gradient_error([parameter], run, run, start_over) == (math.inf, 1e-4, set())

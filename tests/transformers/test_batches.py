@@ -260,6 +260,40 @@ def test_padding_that_reaches_the_loss_is_named_as_the_cause(tmp_path: Path) -> 
         trained(tmp_path, ours, model=Normed(), collator=trainers.collate_classes)
 
 
+class Choosing(nn.Module):
+    """Draws twice which features a token keeps: in training, and in evaluation too if it ``always`` does."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.embed, self.head = always, nn.Embedding(96, 16), nn.Linear(16, 3)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)  # [b, s, e]
+        for _ in range(2 if self.training or self.always else 0):
+            hidden = hidden * F.gumbel_softmax(hidden)
+        pooled = (hidden * attention_mask[..., None]).sum(1) / attention_mask.sum(1)[:, None]
+        logits = self.head(pooled)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_loss_that_draws_in_training_alone_is_known_by_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = AdaptiveArguments(micro_batch_size=3)
+    trainer = trained(tmp_path, ours, model=Choosing(always=False), collator=trainers.collate_classes)
+    assert trainer.state.global_step > 0
+    assert [record.message.split(";")[0] for record in caplog.records if "cannot be compared" in record.message] == [
+        "parts of a batch cannot be compared with the whole, because random numbers are drawn (by gumbel_softmax)"
+    ]
+
+
+def test_a_loss_that_draws_in_evaluation_as_well_is_refused_and_what_draws_is_named(tmp_path: Path) -> None:
+    ours = AdaptiveArguments(micro_batch_size=3)
+    with pytest.raises(ConfigError, match=r"leave out random numbers that .* as well \(by gumbel_softmax\), and what"):
+        trained(tmp_path, ours, model=Choosing(always=True), collator=trainers.collate_classes)
+
+
 def test_a_model_that_fails_on_a_row_is_padded_and_its_error_is_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
