@@ -395,13 +395,20 @@ class _Trials:
 
         What a loss gathers from them for its logs does no harm: it gets something else back, which shows.
         """
-        device, losses = self._trainer.args.device, []
+        device, losses, failure = self._trainer.args.device, list[float](), None
         before = num_collectives(device)
         returned = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), _something_else)
-        for own in ({}, returned):
-            self._begin()
-            with WithoutChance(), replaced(self._trainer.accelerator, **own):
-                losses.append(without_gradients(partial(self._run, number=None), self._groups[0])[0])
+        try:
+            for own in ({}, returned):
+                self._begin()
+                with WithoutChance(), replaced(self._trainer.accelerator, **own):
+                    losses.append(without_gradients(partial(self._run, number=None), self._groups[0])[0])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        if ranks.any(failure is not None):  # all try again, with fewer samples
+            raise torch.OutOfMemoryError("out of memory on this rank or another") from failure
         issued, depends = num_collectives(device) - before, losses[0] != losses[1]
         if ranks.any(issued > 0 or depends):
             what = "depends on what it gathers or sums over ranks" if depends else "communicates in each forward"

@@ -23,7 +23,7 @@ Found = Mapping[str, Mapping[str, Any]]
 KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
 
 CORE = [
-    "ddp parts llama", "ddp short llama", "ddp rows llama", "fsdp places twice", "fsdp rows checkpointed",
+    "ddp parts early", "ddp short llama", "ddp rows llama", "fsdp places twice", "fsdp rows checkpointed",
     "fsdp growing llama",
 ]  # fmt: skip
 """Runs of tests that are not wide."""
@@ -79,8 +79,8 @@ def in_one_process(
 @pytest.mark.parametrize(
     "name",
     few(
-        ["ddp parts llama", "ddp short llama", "ddp probed llama", "fsdp places twice"],
-        "ddp parts llama",
+        ["ddp parts early", "ddp short llama", "ddp probed llama", "fsdp places twice"],
+        "ddp parts early",
         "ddp short llama",
         "fsdp places twice",
     ),
@@ -114,10 +114,10 @@ def test_a_run_goes_on_with_another_number_of_devices_only_if_its_steps_stay(
 ) -> None:
     def resume(accumulated: int) -> dict[str, Any]:
         settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulated}
-        checkpoint = folder / "ddp_parts_llama" / "checkpoint-1"
+        checkpoint = folder / "ddp_parts_early" / "checkpoint-1"
         return in_one_process(tmp_path, AdaptiveArguments(micro_batch_size=3), checkpoint, **settings)
 
-    assert_alike(resume(4), of_run("ddp parts llama", ranks))
+    assert_alike(resume(4), of_run("ddp parts early", ranks))
     with pytest.raises(ConfigError, match=r"checkpoint-1' is of a run on 2 devices, .*; resume on 2, or") as no:
         resume(2)
     assert "gradient_accumulation_steps=4" in str(no.value) and "\n" not in str(no.value)

@@ -64,6 +64,7 @@ SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
 
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "early": {},
     "twice": {"num_train_epochs": 2},
     "counted": {"include_num_input_tokens_seen": "non_padding", "num_train_epochs": 2},
     "apart": {"average_tokens_across_devices": False},
@@ -116,6 +117,17 @@ class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if not _state.rehearsing and next(self._fails, False):
             raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def fail_early(model: Any) -> None:
+    """Run out of memory in the first forward of the second rank, which is one of a check."""
+    fails = iter([RANK == 1])
+
+    def hook(*_: Any) -> None:
+        if next(fails, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(hook)
 
 
 @contextlib.contextmanager
@@ -239,6 +251,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         watched = trainers.OutOfMemory(trainer.model, 10**9)
         if ours in ("short", "maximum", "rows"):
             ShortOnOneRank(trainer.model, 130 if model in OF_TRL else 60)
+        if model == "early":
+            fail_early(trainer.model)
         if model == "late":
             trainer.add_callback(ShortLater(trainer.model))
         how = failing_once(trainer, PLACES[ours]) if ours in PLACES else contextlib.nullcontext()
@@ -300,7 +314,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 DDP = [
-    "parts llama", "short llama", "probed llama", "rows llama", "evaluated llama",
+    "parts early", "short llama", "probed llama", "rows llama", "evaluated llama",
     "shared late", "shared labelled", "shared rebalanced", "asked llama", "short compiled",
     *(f"{ours} {model}" for model in SHARED for ours in ("shared", "drawn")),
     "stock bert", "short stream", "shared stream", "refused stream",
