@@ -120,8 +120,8 @@ class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 
 def fail_early(model: Any) -> None:
-    """Run out of memory in the first forward of the second rank, which is one of a check."""
-    fails = iter([RANK == 1])
+    """Run out of memory on the second rank in the second forward, which is that of a check of all ranks."""
+    fails = iter([False, RANK == 1])
 
     def hook(*_: Any) -> None:
         if next(fails, False):
