@@ -30,7 +30,7 @@ from adaptive_batching._values import end, install_extra
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
 OF_TORCHTUNE = {
-    "plan": ("cli.plan", "Say the largest batch of a torchtune config that fits a GPU, and its time, without a GPU."),
+    "plan": ("cli.plan", "Find the largest batch of a torchtune config that fits a GPU, and its time, without a GPU."),
     "quickstart": ("cli.commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
     "probe": ("cli.commands", "Find the largest batch of a config on this machine, and stop before training."),
     "run": ("cli.commands", "Run a torchtune recipe, as 'tune run' does, or with run -- COMMAND any Trainer script."),

@@ -17,15 +17,15 @@ _GROUPED = 50  # batches that transformers' group_by_length sorts together
 
 def add_padding(subparsers: Any, prog: str) -> None:
     """Add ``padding``."""
-    text = "Say how much of a data set's batches is padding, and so what running without it saves."
+    text = "Measure how much of a data set's batches is padding, and so what running without it saves."
     parser = subparsers.add_parser("padding", prog=f"{prog} padding", help=text, description=text)
     parser.add_argument("data", type=Path, help="a file of JSON (a list of samples) or of JSON lines (one in each)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples in a forward pass; default: %(default)s")
     parser.add_argument(
         "--field", action="append", default=[], metavar="NAME",
-        help="what of a sample to measure, which may be given several times; default: input_ids, or else all texts",
+        help="the part of a sample to measure; may be given several times; default: input_ids, or else all texts",
     )  # fmt: skip
-    parser.add_argument("--max-length", type=int, help="what longer samples are cut to, in the same unit")
+    parser.add_argument("--max-length", type=int, help="cut longer samples to this length, in the same unit")
 
     def padding(args: argparse.Namespace) -> None:
         for option, value in (("--batch-size", args.batch_size), ("--max-length", args.max_length)):

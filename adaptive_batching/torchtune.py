@@ -23,7 +23,7 @@ loss. This recipe penalizes large weights of the output layer::
     if __name__ == "__main__":
         recipe_main()
 
-A :class:`Watcher` is told what happens, and changes nothing. It needs a field that is set, such as
+A :class:`Watcher` is notified of what happens, and changes nothing. It needs a field that is set, such as
 ``adaptive_batching.recover_from_oom=True``. This one says so when a step had to run again::
 
     from adaptive_batching.torchtune import Watcher, entry_point, recipe

@@ -76,5 +76,5 @@ def test_a_longer_sample_is_named_and_comes_with_other_causes() -> None:
         "a sample, number 7 of dataset, has 900 tokens, and none before had more than 512"
     )
     both = cause_of(Shortage(60 * MIB, 0, MIB, 100 * MIB), FLAT, longer) or ""
-    assert "900 tokens" in both and "; and memory is in pieces" in both
+    assert "900 tokens" in both and "; and memory is fragmented" in both
     assert cause_of(None, GROWING, None) is None

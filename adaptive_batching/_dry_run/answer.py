@@ -115,14 +115,15 @@ class DryRun:
         if not self.steps:
             return "no optimizer of torch.optim took a step"
         if not self.works:
-            return f"it is noted in one step more, and the script ended before; --steps {max(self.steps - 1, 1)}"
+            fewer = max(self.steps - 1, 1)
+            return f"it is recorded in one further step, and the script ended before that; set --steps {fewer}"
         if self.work_trouble is None:
-            return "the step asked nothing of the device"
-        return f"not all that the step asks was seen ({self.work_trouble})"
+            return "the step ran nothing on the device"
+        return f"some of the step's work was not recorded ({self.work_trouble})"
 
     @property
     def worst(self) -> dict[str, Any] | None:
-        """The process that tells most: one that ran out of memory for good, or else the one that reserved most."""
+        """The process that says most: one that ran out of memory for good, or else the one that reserved most."""
         last: list[dict[str, Any]] = [process for process in self.processes if self._ended(process)]
         return max(last or self.processes, key=lambda process: int(process["peaks"].get("reserved", 0)), default=None)
 

@@ -103,11 +103,9 @@ def peak_in_words(run: DryRun) -> list[str]:
         times = f" ({holder['allocations']:,} allocations)" if holder["allocations"] > 1 else ""
         lines.append(_row("", f"{memory_size(holder['bytes']):>11}  {holder['category']}, {holder['where']}{times}"))
     if outdated := history.get("outdated_buckets_bytes"):
+        lines.append(_row("note", f"{memory_size(outdated)} are the buckets that DDP began with: NCCL frees them when"))
         lines.append(
-            _row("note", f"{memory_size(outdated)} are the buckets that DDP began with: NCCL lets go of them when")
-        )
-        lines.append(
-            _row("", "its watchdog has looked, every 100 ms; longer steps of a real card may not hold both sets")
+            _row("", "its watchdog has run, every 100 ms; the longer steps of a real card may not hold both sets")
         )
     return lines
 
@@ -119,7 +117,9 @@ def _how_it_ended(run: DryRun) -> list[str]:
     lines = []
     if is_answered and not run.steps:
         kept = (
-            "what another optimizer keeps counts if it was made by then" if run.passes else "the script ran to its end"
+            "the states of another optimizer count if they existed by then"
+            if run.passes
+            else "the script ran to its end"
         )
         lines.append(_row("no step", f"no optimizer of torch.optim took one; {kept}"))
     if is_answered and run.steps and not run.was_stopped:

@@ -22,7 +22,7 @@ def corrected_by(record: Path, run: DryRun) -> Correction:
         ConfigError: If the record tells too little or is of another card, or the dry run has no time.
     """
     if run.forecast is None or run.slowest is None or run.card.gpu is None:
-        raise ConfigError(f"--calibrate {record}: this dry run says no time to compare with ({run.why_no_time})")
+        raise ConfigError(f"--calibrate {record}: this dry run has no time to compare with ({run.why_no_time})")
     seconds = seconds_of_record(record, run.forecast.tokens)
     check_card(record, run.card.gpu)
     return correction_for(seconds, run.slowest[1].work, run.card.gpu)

@@ -77,7 +77,7 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
     length.add_argument("--whole", action="store_true", help="run the script to its end, evaluation included")
     parser.add_argument(
         "--max-seconds", type=float, default=300, metavar="S",
-        help="stop a script that takes no step for so long (default: 300)",
+        help="stop a script that takes no step for so many seconds (default: 300)",
     )  # fmt: skip
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
@@ -87,21 +87,21 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
         "--largest", action="store_true", help=f"find the largest of them that fits, up to {MOST:,}, by several runs"
     )
     times = parser.add_argument_group("time")
-    times.add_argument("--no-time", dest="time", action="store_false", help="do not say how long a step takes")
+    times.add_argument("--no-time", dest="time", action="store_false", help="do not forecast how long a step takes")
     whole = times.add_mutually_exclusive_group()
     whole.add_argument("--epochs", type=float, metavar="N", help="epochs of the whole run, for its hours")
     whole.add_argument("--steps-in-all", type=int, metavar="N", help="or its optimizer steps")
     whole.add_argument("--tokens", type=float, metavar="N", help="or its tokens, padding included, such as 1e9")
     times.add_argument(
         "--price", type=float, metavar="1.99", action="append", default=[],
-        help="of an hour of one GPU, for the cost: one for all, or one for each --gpu in their order",
+        help="of an hour of one GPU, for the cost: one for all, or one for each --gpu, in the same order",
     )  # fmt: skip
     of_card = times.add_mutually_exclusive_group()
     of_card.add_argument(
         "--calibrate", type=Path, metavar="RECORD",
-        help="record of a run of COMMAND on this GPU (report.jsonl): correct by what it took",
+        help="record of a run of COMMAND on this GPU (report.jsonl), to correct the forecast by its times",
     )  # fmt: skip
-    of_card.add_argument("--correction", metavar="card=1.07", help="the correction that --calibrate has said")
+    of_card.add_argument("--correction", metavar="card=1.07", help="the correction that --calibrate printed")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="of a recipe: tokens of each sample")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the script prints to stderr")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page of HTML about it")
@@ -241,11 +241,12 @@ def _checked(args: argparse.Namespace) -> Correction:
 def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
+        raise ConfigError("the command is missing: write it after --, such as -- python train.py")
     is_recipe = args.command[0] != "--" and shutil.which(command[0]) is None
     if is_recipe and args.epochs is not None:
         raise ConfigError(
-            f"--epochs {args.epochs:g}: other data stand in for a recipe's; give --steps-in-all or --tokens"
+            f"--epochs {args.epochs:g}: a recipe's data are replaced in a dry run, so the length of an epoch is "
+            "unknown; give --steps-in-all or --tokens"
         )
     launch = Launch(
         column.gpu, 0 if column.gpu is not None else gpu_memory(args.memory),

@@ -51,7 +51,7 @@ def compare(columns: Sequence[Column], runs: Sequence[DryRun]) -> tuple[dict[str
     known = [one for one in forecasts if one is not None]
     alone = dict.fromkeys(one.card for one in known if one.accuracy is None or not one.accuracy.knows(one.card))
     if alone:
-        lines += ["", f"no published run to hold times against: {', '.join(alone)}"]
+        lines += ["", f"no published run to compare times with: {', '.join(alone)}"]
     shown = [
         {"name": column.name, "batch_size": column.batch_size, **as_object(run, column.length)}
         for column, run in zip(columns, runs, strict=True)

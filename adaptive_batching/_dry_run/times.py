@@ -58,19 +58,19 @@ def time_in_words(forecast: Forecast, length: RunLength) -> list[tuple[str, str]
     if forecast.on_slow_host > WORTH_SAYING * step.seconds:
         of_slow, usual = (round(1e6 * CONSTANTS.launch * factor) for factor in (SLOW_HOST, 1))
         took = in_seconds(forecast.on_slow_host)
-        launches = f"{of_slow} us to launch an operation, as was seen, in place of {usual}"
+        launches = f"{of_slow} us to launch an operation, as on some hosts, instead of {usual}"
         lines.append(("slow host", f"{took} if the CPU takes {launches}"))
     if forecast.uncounted:
         names = ", ".join(f"{name} ({times})" for name, times in forecast.uncounted.items())
-        lines.append(("longer", f"these take longer than is known: {names}"))
+        lines.append(("longer", f"these take longer than forecast: {names}"))
     hours, cost = forecast.hours(length), forecast.cost(length)
     if hours is not None:
         price = "" if cost is None else f" for {cost:,.2f}"
         lines.append(("in all", f"{hours:,.3g} hours{price}, without loading data, evaluation and checkpoints"))
     elif length.epochs is not None:
-        lines.append(("in all", "not known: no loader said how long an epoch is; give --steps-in-all or --tokens"))
+        lines.append(("in all", "not known: no data loader has a length; give --steps-in-all or --tokens"))
     elif length.tokens is not None:
-        lines.append(("in all", "not known: the model's inputs are no tokens; give --steps-in-all"))
+        lines.append(("in all", "not known: the model's inputs are not tokens; give --steps-in-all"))
     return lines
 
 

@@ -108,7 +108,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         parts = sharing.parts(samples, self.lengths(samples), 1.0, self.limit.max_tokens, pads=self.pads)
         if parts is not None and (module := self.batch_dependent_module()) is not None:
             self._sharing = None
-            log.info("samples stay on the ranks that have drawn them: %s computes over the batch", module)
+            log.info("samples are not balanced over ranks: %s computes over the batch", module)
             return None
         return parts
 

@@ -65,7 +65,7 @@ class AdaptiveStep(Generic[Sample]):
         max_grad_norm: Largest L2 norm of the gradient of all parameters; None to leave it as it is.
         count: Returns the number of losses in a batch, by which ``loss`` is their mean: a part of the samples counts by
             its number. None if ``loss`` returns a sum and its number itself.
-        balance_ranks: True to have ranks share out the samples of a step by their lengths where ``max_tokens`` is set:
+        balance_ranks: True to balance the samples of a step over ranks by their lengths where ``max_tokens`` is set:
             some are sent to another rank, and collated there. False to have each compute its own.
         state: Whatever else ``loss`` changes, such as a total that it sums up: objects with ``state_dict`` and
             ``load_state_dict``, which each step saves. It is as before when samples run again, and after checks and
@@ -382,8 +382,8 @@ class AdaptiveStep(Generic[Sample]):
 
         if most := max(parallel.ranks.all_results(issued)):
             raise ConfigError(
-                f"loss communicates with other ranks in each forward (collectives: {most}), and ranks do not run their "
-                "parts of a batch in step; leave out of the loss what gathers or sums over ranks"
+                f"loss communicates with other ranks in each forward pass (collectives: {most}), and ranks do not run "
+                "their parts of a batch in step; leave out of the loss what gathers or sums over ranks"
             )
         self._knows_forwards_are_local = True
 

@@ -102,7 +102,7 @@ def cause_of(
         )
         helps = "" if setting is None else f"; set the environment variable {setting}"
         causes.append(
-            f"memory is in pieces: {asked} was asked for, {free} is free and {unused} more is unused but scattered "
+            f"memory is fragmented: {asked} was asked for, {free} is free and {unused} more is unused but scattered "
             f"(allocated {allocated}, reserved {reserved}){helps}"
         )
     return "; and ".join(causes) or None

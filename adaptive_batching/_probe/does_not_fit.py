@@ -27,7 +27,7 @@ class DoesNotFitError(AdaptiveBatchingError, RuntimeError):
     def even_of_few(cls, less_memory: str) -> DoesNotFitError:
         """Return the error of a forward of a few tokens; ``less_memory`` says what to do."""
         return cls(
-            f"out of memory in a forward of a few tokens; nothing larger will fit. What takes less: {less_memory}"
+            f"out of memory in a forward pass of a few tokens; nothing larger will fit. What takes less: {less_memory}"
         )
 
 

@@ -140,14 +140,14 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         if self.size == 1:
             return [value]
-        # As torch's all_gather_object does, but in one collective where little is told, and half the time.
-        told = pickle.dumps(value)
-        heads = self._gather_bytes(len(told).to_bytes(_SIZE, "big") + told[:_AT_ONCE], _SIZE + _AT_ONCE)
+        # As torch's all_gather_object does, but in one collective if little is sent, and in half the time.
+        message = pickle.dumps(value)
+        heads = self._gather_bytes(len(message).to_bytes(_SIZE, "big") + message[:_AT_ONCE], _SIZE + _AT_ONCE)
         sizes = [int.from_bytes(head[:_SIZE], "big") for head in heads]
         of_ranks = [head[_SIZE:] for head in heads]
         if max(sizes) > _AT_ONCE:
-            of_ranks = self._gather_bytes(told, max(sizes))
-        return [pickle.loads(told[:size]) for told, size in zip(of_ranks, sizes, strict=True)]
+            of_ranks = self._gather_bytes(message, max(sizes))
+        return [pickle.loads(message[:size]) for message, size in zip(of_ranks, sizes, strict=True)]
 
     def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
         """Return what each rank gives, with zeros at its end up to ``size``, which is the same on all."""

@@ -201,8 +201,8 @@ class MicroBatchCollectives:
         elif self._sequence != self._issued and not self._varies:
             self._varies = True
             log.warning(
-                "the collectives of a forward and backward vary; from now on, a rank that runs out of memory ends the "
-                "run",
+                "the collectives of forward and backward passes vary; from now on, a rank that runs out of memory ends "
+                "the run",
                 extra=ONLY_HERE,
             )
 

@@ -1,4 +1,4 @@
-"""Events of a run: as watchers are told of them, and as a record has them (``docs/reference.md``), a line of JSON each.
+"""Events of a run: as watchers get them, and as a record has them (``docs/reference.md``), a line of JSON each.
 
 Standard library only, so that a page is made in a process that loads nothing large.
 """
@@ -40,10 +40,10 @@ class StepCost:
         forwards: Micro-batches; those of a step that ran again count once.
         tokens: Tokens of its samples; None where samples hold more than text.
         padded_tokens: Tokens that were computed, padding included; None where ``tokens`` is.
-        peak_bytes: Most memory that counted against a limit at once; None on a device that does not tell.
-        slowest: Predicted time of the slowest rank over the mean of all; None if samples were not shared out.
-        slowest_as_drawn: Its time over the same mean, had each rank computed the samples that it has drawn.
-        moved: Samples that another rank computed than the one that has drawn them.
+        peak_bytes: Most memory that counted against a limit at once; None on a device that does not report it.
+        slowest: Predicted time of the slowest rank over the mean of all; None if ranks were not balanced.
+        slowest_unbalanced: Its time over the same mean, had each rank computed its own samples.
+        moved: Samples that were sent to another rank.
     """
 
     seconds: float
@@ -52,12 +52,12 @@ class StepCost:
     padded_tokens: int | None
     peak_bytes: int | None
     slowest: float | None = None
-    slowest_as_drawn: float | None = None
+    slowest_unbalanced: float | None = None
     moved: int | None = None
 
 
 class Watcher:
-    """Is told what happens; nothing that it does changes training. Subclasses override what they want to know."""
+    """Is notified of what happens, and changes nothing in training. Subclasses override what they want to know."""
 
     def epoch(self, **values: Any) -> None:
         """Take note of the batch size that an epoch starts with."""
@@ -66,7 +66,7 @@ class Watcher:
         """Take note of another batch size for the rest of an epoch."""
 
     def cost(self, cost: StepCost) -> None:
-        """Take note of what the step took that :meth:`step` tells of next."""
+        """Take note of the cost of the step that :meth:`step` gets next."""
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         """Take note of an optimizer step on ``samples`` samples, and of how many have had to run again so far."""
@@ -115,10 +115,10 @@ class Row:
     seconds: float = 0.0
     tokens: int = 0
     padded_tokens: int = 0
-    # Of the steps that were shared out among ranks, summed over their samples:
+    # Of the steps whose ranks were balanced, summed over their samples:
     shared_samples: int = 0
     slowest: float = 0.0
-    slowest_as_drawn: float = 0.0
+    slowest_unbalanced: float = 0.0
     moved: int = 0
 
     @classmethod
@@ -144,20 +144,22 @@ class Row:
         if step.get("slowest") is not None:
             self.shared_samples += step["samples"]
             self.slowest += step["slowest"] * step["samples"]
-            self.slowest_as_drawn += step["slowest_as_drawn"] * step["samples"]
+            self.slowest_unbalanced += step["slowest_unbalanced"] * step["samples"]
             self.moved += step["moved"]
 
 
 def balance_of(rows: Sequence[Row]) -> str:
-    """Return how even the work of ranks was, in words; empty if it was not shared out."""
+    """Return how even the work of ranks was, in words; empty if it was not balanced."""
     samples = sum(row.shared_samples for row in rows)
     if not samples:
         return ""
-    slowest, as_drawn = (sum(getattr(row, name) for row in rows) / samples for name in ("slowest", "slowest_as_drawn"))
+    slowest, unbalanced = (
+        sum(getattr(row, name) for row in rows) / samples for name in ("slowest", "slowest_unbalanced")
+    )
     moved = sum(row.moved for row in rows) / samples
     return (
-        f"the slowest has {slowest:.2f} times the mean work, and {as_drawn:.2f} times without balancing; "
-        f"{100 * moved:.0f} % of them moved"
+        f"the slowest has {slowest:.2f} times the mean work, and {unbalanced:.2f} times without balancing; "
+        f"{100 * moved:.0f} % of the samples moved"
     )
 
 

@@ -203,19 +203,19 @@ class Report(Watcher):
 
     def table(self) -> list[str]:
         """Return the lines of the summary: what was found, then every decision."""
-        told = [*self._found]
+        shown = [*self._found]
         if self._recoveries:
             times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
-            told.append(("out of memory", f"{times}, recovered"))
+            shown.append(("out of memory", f"{times}, recovered"))
         if balance := balance_of(self._rows):
-            told.append(("devices", balance))
+            shown.append(("devices", balance))
         for on, events in by_dataset(self._validations).items():
             last, least = events[-1], min(events, key=lambda event: event["loss"])
             losses = [f"{event['loss']:.4f} after step {event['step']}" for event in (last, least)]
             of_set = f"{on.strip()}: " if on else ""
-            told.append(("validation loss", f"{of_set}last {losses[0]}, least {losses[1]}"))
+            shown.append(("validation loss", f"{of_set}last {losses[0]}, least {losses[1]}"))
         return [
-            *named(told), "", *table_of_decisions(self._rows), "", *named([("record", str(self.path))])
+            *named(shown), "", *table_of_decisions(self._rows), "", *named([("record", str(self.path))])
         ]  # fmt: skip
 
     def wait_for_page(self) -> None:

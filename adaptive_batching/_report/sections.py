@@ -262,7 +262,7 @@ def recoveries(run: Run) -> list[Html]:
     for recovery in run.events["recovery"]:
         limit = "" if recovery["max_tokens"] is None else f"{say.count(recovery['max_tokens'])} tokens"
         rows.append([say.count(recovery["step"]), say.count(recovery["epoch"]), recovery["failed"], limit])
-    header = ["step", "epoch", "out of memory", "new limit of a forward"]
+    header = ["step", "epoch", "out of memory", "new limit per forward pass"]
     return [table(header, rows, words=[2, 3])] if rows else []
 
 

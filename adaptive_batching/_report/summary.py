@@ -71,12 +71,12 @@ def table_of_decisions(rows: Iterable[Row]) -> list[str]:
 
 def columns(batch_size: int, cost: StepCost | None, recoveries: int) -> str:
     """Return what a progress bar says of a step, as far as it is known."""
-    told = [f"batch {batch_size}"]
+    words = [f"batch {batch_size}"]
     if cost is not None and cost.tokens and cost.padded_tokens is not None:
-        told.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
+        words.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
     if recoveries:
-        told.append(f"recovered {recoveries}")
-    return ", ".join(told)
+        words.append(f"recovered {recoveries}")
+    return ", ".join(words)
 
 
 def named(lines: Iterable[Named]) -> list[str]:

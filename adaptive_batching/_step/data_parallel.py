@@ -97,8 +97,8 @@ class DataParallel:
         record_collectives(collectives, forward_backward, self._parameters(), device)
         if collectives.num_others:
             raise ConfigError(
-                f"a forward and backward have {collectives.num_others} collectives that are not FSDP's, for which ranks"
-                " would wait if one ran out of memory; leave out of the loss what gathers or sums over ranks"
+                f"a forward and backward pass has {collectives.num_others} collectives that are not FSDP's, for which "
+                "ranks would wait if one ran out of memory; leave out of the loss what gathers or sums over ranks"
             )
         self.collectives = collectives
 
@@ -183,7 +183,7 @@ def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Para
         return DataParallel(ALONE, parameters, copy=copy)
     why = _why_not_sharded(roots, parameters(), size) if roots else _why_no_copies(model, copies, parameters(), size)
     if not why and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        why = "SyncBatchNorm communicates within a forward, which may run out of memory; leave it out"
+        why = "SyncBatchNorm communicates within a forward pass, which may run out of memory; leave it out"
     if why:
         raise ConfigError(why)
     return DataParallel(Ranks(parameters()[0].device), parameters, roots, copy)

@@ -81,9 +81,9 @@ def single(failed: FailedPart, words: Words, *, is_split: bool) -> str:
 def after_update(failed: FailedPart, words: Words) -> str:
     """Say that a part cannot run again because its backward has updated parameters."""
     return (
-        f"{_in_a_forward_or_backward(failed, words)}, after its backward had updated parameters (optimizer_in_bwd="
-        f"True), so it cannot run again; resume from the last checkpoint, and {words.smaller_batch}, or "
-        f"{words.less_memory}"
+        f"{_in_a_forward_or_backward(failed, words)}, after its backward pass had updated parameters "
+        f"(optimizer_in_bwd=True), so it cannot run again; resume from the last checkpoint, and "
+        f"{words.smaller_batch}, or {words.less_memory}"
     )
 
 
@@ -120,7 +120,7 @@ def again_in_parts(failed: FailedPart | None, max_tokens: int | None, unit: str)
     held = ""
     if failed is not None and failed.gradient_bytes:
         held = f", which holds {memory_size(failed.gradient_bytes)} of gradients until the last of them"
-    return f"with at most {max_tokens} {unit} per forward{held}"
+    return f"with at most {max_tokens} {unit} per forward pass{held}"
 
 
 def sentence(text: str) -> str:
@@ -128,4 +128,4 @@ def sentence(text: str) -> str:
 
 
 def _in_a_forward_or_backward(failed: FailedPart, words: Words) -> str:
-    return f"out of memory in a forward or backward of {describe(failed, words)}"
+    return f"out of memory in a forward or backward pass of {describe(failed, words)}"

@@ -36,8 +36,8 @@ class ForwardTimes:
         fixed, per_sample = line
         enough = max(math.ceil(fixed / (_GAIN * per_sample)), max(self._seconds))
         log.info(
-            "a forward and backward takes about %.0f ms plus %.0f ms per sample: more than %d samples would gain less "
-            "than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
+            "a forward and backward pass takes about %.0f ms plus %.0f ms per sample: more than %d samples would gain "
+            "less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
         )  # fmt: skip
         return enough
 

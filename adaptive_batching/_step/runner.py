@@ -291,7 +291,7 @@ class StepRunner(Generic[Samples, P, R]):
             raise DoesNotFitError(failed_part.over_the_batch(module, words))
         self._failures += 1
         self._ran_again = True
-        how = "as they were"
+        how = "unchanged"
         if as_they_were:
             self.limit.num_recoveries += 1
             self._note_retry(parts[0], samples, tokens)
@@ -366,7 +366,7 @@ class StepRunner(Generic[Samples, P, R]):
         more = "" if advice is None else f". Setting the environment variable {advice} may help"
         log.warning(
             "memory%s is so tight that every step empties the allocator's cache (num_alloc_retries); from now on a "
-            "forward holds at most %d %s, an eighth less than the largest%s",
+            "forward pass holds at most %d %s, an eighth less than the largest%s",
             "" if device is None else f" of {device}", self.limit.max_tokens, unit, more
         )  # fmt: skip
         return True
@@ -376,9 +376,9 @@ def _issue_the_rest(shards: MicroBatchCollectives, num_parts: int, failure: Exce
     """Issue what other ranks wait for of the part that failed, and of ``num_parts`` after it."""
     if not shards.can_drain:
         raise CannotRecoverError(
-            "memory ran out, and the other ranks cannot be told: the collectives of a forward and backward vary, so "
-            "what they wait for is unknown. Set a smaller batch_size or micro_batch_size, or sequences of one length "
-            "(dataset.packed=True)"
+            "memory ran out, and this rank cannot notify the others: the collectives of forward and backward passes "
+            "vary, so what they wait for is unknown. Set a smaller batch_size or micro_batch_size, or sequences of "
+            "one length (dataset.packed=True)"
         ) from failure
     again: Exception | None = None
     try:
@@ -389,7 +389,7 @@ def _issue_the_rest(shards: MicroBatchCollectives, num_parts: int, failure: Exce
         again = error
     if again is not None:
         raise CannotRecoverError(
-            "memory ran out, and again while telling the other ranks, although this rank had released its memory: "
+            "memory ran out, and again while notifying the other ranks, although this rank had released its memory: "
             "another process took it, or not even the smallest batch fits. Free the device, or set a smaller "
             "batch_size"
         ) from again

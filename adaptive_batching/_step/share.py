@@ -14,8 +14,9 @@ Where samples are padded to the longest in their part, a part is cheapest if its
 are sorted and cut into one run per rank and turn, with the shortest possible time for a turn. Few stay with the rank
 that drew them.
 
-Each sample is in one part, and all ranks have as many parts. The step is not slower than as drawn. A part is within the
-limit, unless it is a single sample. The result depends on the arguments alone: ranks that know all lengths agree on it.
+Each sample is in one part, and all ranks have as many parts. The step is not slower than without balancing. A part is
+within the limit, unless it is a single sample. The result depends on the arguments alone: ranks that know all lengths
+agree on it.
 """
 
 from __future__ import annotations
@@ -88,18 +89,18 @@ class Share:
     """The samples that each rank computes in a step."""
 
     parts: Parts
-    as_drawn: StepTime
+    unbalanced: StepTime
     """With each rank's own samples, split like any others."""
 
     time: StepTime
 
     @property
-    def as_drawn_over_mean(self) -> float:
+    def unbalanced_over_mean(self) -> float:
         """Time of the slowest rank with each rank's own samples, over the mean with those that it computes.
 
-        Padding is less where samples of like lengths have come together, and counts for what is slow as drawn.
+        Balancing puts samples of similar length together: the padding that it saves counts against the unbalanced step.
         """
-        return self.as_drawn.slowest / self.time.mean if self.time.mean else 1.0
+        return self.unbalanced.slowest / self.time.mean if self.time.mean else 1.0
 
     @property
     def num_moved(self) -> int:
@@ -141,15 +142,15 @@ def share_out(
         ]
         return StepTime(sum(map(max, zip(*times, strict=True))), sum(map(sum, times)) / num_ranks)
 
-    as_drawn = _as_drawn(lengths, cost, limit, pads=pads)
+    unbalanced = _unbalanced(lengths, cost, limit, pads=pads)
     parts = (_sorted_in_runs if pads else _end_to_end)(samples, cost, speeds, limit)
-    time_as_drawn, time_shared = time(as_drawn), time(parts)
-    if time_shared.slowest >= (1 - _TOLERANCE) * time_as_drawn.slowest:
-        return Share(as_drawn, time_as_drawn, time_as_drawn)
-    return Share(parts, time_as_drawn, time_shared)
+    time_unbalanced, time_shared = time(unbalanced), time(parts)
+    if time_shared.slowest >= (1 - _TOLERANCE) * time_unbalanced.slowest:
+        return Share(unbalanced, time_unbalanced, time_unbalanced)
+    return Share(parts, time_unbalanced, time_shared)
 
 
-def _as_drawn(lengths: Sequence[Sequence[int]], cost: SampleCost, limit: int | None, *, pads: bool) -> Parts:
+def _unbalanced(lengths: Sequence[Sequence[int]], cost: SampleCost, limit: int | None, *, pads: bool) -> Parts:
     """Return the samples of each rank where it drew them, split as they are without being shared out."""
     rule = SplitRule(by_length=True, forward_cost=cost.fixed / cost.per_token)
     split = [split_samples(own, rule, limit, pads=pads) for own in lengths]

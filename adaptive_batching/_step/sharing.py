@@ -59,7 +59,7 @@ class Sharing:
     def balance(self) -> tuple[float, float, int] | tuple[()]:
         """The last values of a step's :class:`~adaptive_batching._report.events.StepCost`; none if it is not shared."""
         share = self.last
-        return () if share is None else (share.time.over_mean, share.as_drawn_over_mean, share.num_moved)
+        return () if share is None else (share.time.over_mean, share.unbalanced_over_mean, share.num_moved)
 
     def parts(
         self,
@@ -92,7 +92,7 @@ class Sharing:
         if None in weights or len(set(weights)) > 1:
             if not self._said_that_weights_differ:
                 self._said_that_weights_differ = True
-                log.info("samples stay on the ranks that have drawn them: they weigh more on one than on another")
+                log.info("samples are not balanced over ranks: ranks weight them differently")
             return None
         limit = min(limits, key=_or_infinite)
         cost = replace(self._cost, fixed=min(forward_cost, _or_infinite(limit)))  # no more than that of its tokens
@@ -144,7 +144,7 @@ class Sharing:
         self._can_send = False
         reason = next(filter(None, self._ranks.gather(failure)))
         log.warning(
-            "samples stay on the ranks that have drawn them: they cannot be sent (%s); make them picklable, or set "
+            "samples are not balanced over ranks: they cannot be sent (%s); make them picklable, or set "
             "balance_ranks=False", reason
         )  # fmt: skip
         return None

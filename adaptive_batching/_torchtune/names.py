@@ -34,7 +34,7 @@ PLANNED = (
 )  # fmt: skip
 """Recipes whose batches are samples of given data, and that can be planned."""
 
-TOLD = "samples.json"
+REPORTED = "samples.json"
 """File in the folder of a dry run of a recipe that says how long its samples are, and how many there are if known."""
 
 NOT_INSTALLED = f"is not installed; {install_extra('torchtune')}"

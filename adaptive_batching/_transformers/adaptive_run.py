@@ -163,22 +163,22 @@ class AdaptiveRun:
         return epochs
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        given = ", ".join(f"{name}={value}" for name, value in self.given.items())
         if self.schedule is None:
-            return f"{told}; what fits, and the plan, are found when training begins"
+            return f"{given}; sizes and plan are determined when training begins"
         assert self.sizes is not None
         lines = [("maximum batch size", f"{self.sizes.maximum} ({self.sizes.reason})")]
         if self.probe is not None:
             lines = lines_of_probe(self.probe, self.longest or 1, self.probed)
         epochs = self.planned()
         plan = [f"  {line}" for line in table_of_plan(epochs)]
-        return "\n".join([told, *named(lines), f"the plan: {sum(each.steps for each in epochs)} steps", *plan])
+        return "\n".join([given, *named(lines), f"the plan: {sum(each.steps for each in epochs)} steps", *plan])
 
     @property
     def probed(self) -> str:
         """The size that a probe looks for, in words."""
         assert self.sizing is not None
-        return "maximum batch size" if self.sizing.bounds_batch else "largest forward"
+        return "maximum batch size" if self.sizing.bounds_batch else "largest forward pass"
 
     @property
     def _in_forward(self) -> int | None:

@@ -57,7 +57,7 @@ class AdaptiveArguments:
     padding: bool = _setting(
         False, "Pad samples of similar length with micro_batch_size=auto, rather than pack them without padding."
     )
-    balance_ranks: bool = _setting(True, "Share out the samples of a step among devices with micro_batch_size=auto.")
+    balance_ranks: bool = _setting(True, "Balance the samples of a step over devices with micro_batch_size=auto.")
     memory_limit: float | str | None = _setting(None, "Device memory that training may use in total: 40GiB or 90%.")
     headroom: float | str | None = _setting("2%", "Device memory to keep free; ignored with a memory_limit.")
     max_batch_size: int | None = _setting(None, "Upper bound on the batch size.")
@@ -67,7 +67,7 @@ class AdaptiveArguments:
     lr_scaling: str = _setting("none", "How the learning rate follows the global batch: none, sqrt, linear or auto.")
     max_lr_scale: float = _setting(4.0, "Largest factor that lr_scaling applies.")
     recover_from_oom: bool | None = _setting(
-        None, "Rerun a step that ran out of memory in smaller parts; None: where another setting is made."
+        None, "Rerun a step that ran out of memory in smaller parts; None: if another setting is made."
     )
     audit_every: int | None = _setting(None, "Optimizer steps between checks that parts add up to their union.")
     report_dir: str | None = _setting(None, "Where record and page go; default: adaptive_batching in output_dir.")

@@ -115,7 +115,7 @@ def check_rows(
     ]
     off, rounding = error([watched], [watched] if DRY_RUN in os.environ else alone)  # in one, all values are zero
     if ranks.any((why := watch.why_not(model)) is not None):
-        raise NoRowError(why or "on another rank, a row is another")
+        raise NoRowError(why or "a row changes the gradient on another rank")
     if off > rounding:
         return f"the gradient of a row is {percent(off)} off that of its samples"
     rows = with_another_first(pieces, model, kind.key, kind.no_target)

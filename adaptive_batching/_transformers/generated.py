@@ -218,12 +218,12 @@ class GeneratedRun:
         self._is_open = self._is_ready = self._rows_depend = False
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        given = ", ".join(f"{name}={value}" for name, value in self.given.items())
         if not self._is_ready:
-            return f"{told}; what fits is found when training begins"
+            return f"{given}; the token budget is determined when training begins"
         most = "any number of" if self.max_tokens is None else f"at most {self.max_tokens}"
         how = "packed without padding" if self.rows.packed else "padded"
-        return f"{told}; completions are {how}, with {most} tokens in a forward pass"
+        return f"{given}; completions are {how}, with {most} tokens in a forward pass"
 
     @property
     def num_recoveries(self) -> int:

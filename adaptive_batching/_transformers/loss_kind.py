@@ -411,7 +411,7 @@ class _Trials:
             raise torch.OutOfMemoryError("out of memory on this rank or another") from failure
         issued, depends = num_collectives(device) - before, losses[0] != losses[1]
         if ranks.any(issued > 0 or depends):
-            what = "depends on what it gathers or sums over ranks" if depends else "communicates in each forward"
+            what = "depends on what it gathers or sums over ranks" if depends else "communicates in each forward pass"
             raise ConfigError(
                 f"the loss of {name} {what}, and ranks run their parts of a batch at other times; leave out of the "
                 "loss what gathers or sums over ranks, or train without adaptive"
@@ -434,7 +434,7 @@ class _Trials:
             else:  # the script's own
                 raise
             raise ConfigError(
-                f"{type(self._trainer.model).__name__} runs {runs}, and not {fails} in a forward "
+                f"{type(self._trainer.model).__name__} runs {runs}, but not {fails}, in a forward pass "
                 f"({first_line(error)}); a step cannot be split or probed with it, so train without adaptive"
             ) from error
 
@@ -496,12 +496,12 @@ class _Trials:
     def _ignored(self, sample: Sequence[Sample], batches: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the labels that may be no targets: those that the loss tells torch to ignore, and unlikely ones."""
         self._kinds = []
-        told = _Ignoring()
-        with told, torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):  # which comes again
+        ignoring = _Ignoring()
+        with ignoring, torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):  # which comes again
             without_gradients(partial(self._forward, number=None), [*sample])
         labels = [value for batch in batches for key, value in batch.items() if _has_labels(key, value)]
         present = [label for label in _UNLIKELY if any(value.eq(label).any() for value in labels)]
-        return [*dict.fromkeys([*told.labels, IGNORED, *present])]
+        return [*dict.fromkeys([*ignoring.labels, IGNORED, *present])]
 
     def rows_of_sample(self) -> int:
         """Return the rows of a batch for each sample; 0 if that differs."""
@@ -518,8 +518,8 @@ class _Trials:
             tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
             numbers = tuple(float(kind.count(batch, 1)) for kind in self._kinds)
             labels = tensors.get(self._kinds[0].key, torch.empty(0))
-            told = str(labels.tolist()) if labels.numel() <= _FEW else ""
-            groups_seen.append((sum(value.numel() for value in tensors.values()), numbers, told, sample))
+            shown = str(labels.tolist()) if labels.numel() <= _FEW else ""
+            groups_seen.append((sum(value.numel() for value in tensors.values()), numbers, shown, sample))
         with_targets = [seen for seen in groups_seen if seen[1][0] > 0]
         if not with_targets:
             raise ConfigError(

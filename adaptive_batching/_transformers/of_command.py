@@ -23,5 +23,5 @@ class OfCommand(AdaptiveCallback):
             return
         super().on_init_end(args, state, control, **kwargs)
         if (run := getattr(trainer, "adaptive", None)) is not None and state.is_local_process_zero:
-            told = ", ".join(f"{name}={value}" for name, value in run.given.items())
-            print(f"adaptive-batching run: {type(trainer).__name__} is adaptive ({told})", file=sys.stderr)
+            given = ", ".join(f"{name}={value}" for name, value in run.given.items())
+            print(f"adaptive-batching run: {type(trainer).__name__} is adaptive ({given})", file=sys.stderr)

@@ -16,7 +16,7 @@ SETTINGS = "ADAPTIVE_BATCHING_SETTINGS"
 
 _TEXT = (
     "Run a command that trains with Hugging Face's Trainer, or a subclass of it, with adaptive batching: every trainer "
-    "of its processes is made adaptive. One that cannot be trains as it would, and a warning says why."
+    "of its processes is made adaptive. One that cannot be trains unchanged, and a warning says why."
 )
 _EXAMPLES = """examples:
   {prog} -- llamafactory-cli train train.yaml

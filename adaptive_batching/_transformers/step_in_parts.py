@@ -338,7 +338,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _say_that_samples_are_padded(self, why: str) -> None:
         model = self._trainer.model
         name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
-        how = "with padding, in forwards of similar length" if self.pads else "as they are collated"
+        how = "with padding, samples of similar length in a forward pass" if self.pads else "as they are collated"
         log.info("samples of %s run %s: %s", name, how, why)
 
     def split(self, groups: Sequence[Sequence[list[Sample]]]) -> Iterator[list[Part]]:

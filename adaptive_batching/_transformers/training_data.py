@@ -208,7 +208,7 @@ class TrainingData:
     def _read_sizes(self) -> list[Any]:
         data, sizes = self._data, list[Any]()
         extreme: dict[str, tuple[int, int, Any]] = {}  # the least and most of each size: tokens, place, row
-        start, is_told = time.monotonic(), False
+        start, has_reported = time.monotonic(), False
         with reading(data, self._trainer.args.device):
             for index, row in enumerate(self._in_order()):
                 sizes.append(size := self._size_of(row))
@@ -216,8 +216,8 @@ class TrainingData:
                     for name, sign in ((f"most of {at}", 1), (f"least of {at}", -1)):
                         if name not in extreme or sign * tokens > sign * extreme[name][0]:
                             extreme[name] = tokens, index, row
-                if not is_told and (seconds := time.monotonic() - start) > _LONG:
-                    is_told = True
+                if not has_reported and (seconds := time.monotonic() - start) > _LONG:
+                    has_reported = True
                     self._say_that_it_takes_long(index + 1, seconds)
         self._rows |= {index: row for _, index, row in extreme.values()}
         return sizes

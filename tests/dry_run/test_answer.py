@@ -148,7 +148,7 @@ def test_files_that_the_script_would_have_overwritten_are_named(tmp_path: Path) 
 
 
 def test_that_no_time_is_known_is_told_with_the_reason_in_words_and_json(tmp_path: Path) -> None:
-    reason = "it is noted in one step more, and the script ended before; --steps 1"
+    reason = "it is recorded in one further step, and the script ended before that; set --steps 1"
     for notes_work, why in ((True, reason), (False, None)):
         run = read(tmp_path, process(steps=2, stopped=False), notes_work=notes_work)
         shown, said = as_object(run), "\n".join(in_words(run))
@@ -163,8 +163,8 @@ def test_a_step_that_asks_nothing_of_the_device_has_no_time(tmp_path: Path) -> N
     }))  # fmt: skip
     card = replace(CARD, gpu=find_gpus("4090")[0])
     run = replace(read(tmp_path, process(), notes_work=True), card=card)
-    assert run.forecast is None and as_object(run)["why_no_time"] == "the step asked nothing of the device"
-    assert "not known: the step asked nothing of the device" in "\n".join(in_words(run))
+    assert run.forecast is None and as_object(run)["why_no_time"] == "the step ran nothing on the device"
+    assert "not known: the step ran nothing on the device" in "\n".join(in_words(run))
 
 
 def test_an_interrupted_run_tells_what_it_knows(tmp_path: Path) -> None:

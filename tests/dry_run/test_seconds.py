@@ -225,7 +225,7 @@ def test_the_words_say_what_limits_a_step_how_well_that_is_known_and_what_it_add
     lows, highs = zip(*(each.between or () for each in (forecast, measured, elsewhere)), strict=True)
     assert [*lows] == sorted(lows, reverse=True) and [*highs] == sorted(highs)
     slow = dict(time_in_words(replace(forecast, on_slow_host=2 * step.seconds), RunLength()))
-    assert slow["slow host"].endswith("if the CPU takes 33 us to launch an operation, as was seen, in place of 10")
+    assert slow["slow host"].endswith("if the CPU takes 33 us to launch an operation, as on some hosts, instead of 10")
     assert "slow host" not in dict(time_in_words(replace(forecast, on_slow_host=1.05 * step.seconds), RunLength()))
     assert "linalg_qr (2)" in said["longer"] and " hours for " in said["in all"]
     for length in (RunLength(epochs=1), RunLength(tokens=10)):
@@ -309,7 +309,7 @@ def test_work_is_written_and_read_as_it_was() -> None:
 def test_a_table_of_cards_names_those_that_no_published_run_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compared, "as_object", lambda run, length: {})
     step = seconds_of_step(work(PRODUCT), H100)
-    for cards, said in (["L40S", "H100"], None), (["L40S", "L4", "RTX 3090"], "against: L4, RTX 3090"):
+    for cards, said in (["L40S", "H100"], None), (["L40S", "L4", "RTX 3090"], "with: L4, RTX 3090"):
         columns = [compared.Column(card, None, RunLength(), None) for card in cards]
         forecasts = [Forecast(step, card, "one device", 1, 8, 8192) for card in cards]
         runs = [SimpleNamespace(forecast=forecast, worst=None, answer="fits") for forecast in forecasts]

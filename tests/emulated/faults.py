@@ -250,7 +250,7 @@ def until_finished(run: Callable[..., None]) -> Callable[..., None]:
 def line_of(error: Exception) -> str:
     """Return the line that a run ends with; raise ``error`` itself if it would have ended in a traceback."""
     try:
-        with mistakes_in_one_line("outside a forward or backward, where nothing can run again"):
+        with mistakes_in_one_line("outside a forward or backward pass, where nothing can run again"):
             raise error
     except SystemExit as end:
         return str(end)

@@ -30,8 +30,8 @@ from tests.support.overrides import DOUBLE, RECOVER
 from tests.support.ppo import ppo_run
 
 IN_UPDATE = "error: out of memory in the optimizer's step, which may have updated only some parameters"
-OUTSIDE = "error: out of memory outside a forward or backward, where nothing can run again"
-UPDATED = "error: out of memory in a forward or backward of 4 samples of up to 16 tokens, after its backward"
+OUTSIDE = "error: out of memory outside a forward or backward pass, where nothing can run again"
+UPDATED = "error: out of memory in a forward or backward pass of 4 samples of up to 16 tokens, after its backward"
 VALIDATE = [
     "dataset_val._component_=tests.emulated.samples.Samples", "dataset_val.samples=4", "run_val_every_n_steps=1",
 ]  # fmt: skip

@@ -151,7 +151,9 @@ def test_each_lever_is_planned_by_itself_with_what_to_paste(tmp_path: Path) -> N
 def test_what_does_not_fit_is_said_with_what_holds_the_memory(tmp_path: Path) -> None:
     asked = [FULL, *SMALL, "--memory", "540MiB", "--sequence-length", "512"]
     code, out, _ = plan(tmp_path, *asked)
-    assert code == 1 and out.startswith("does not fit: a forward of 1 x 512 tokens on card (540 MiB): a batch of one")
+    assert code == 1 and out.startswith(
+        "does not fit: a forward pass of 1 x 512 tokens on card (540 MiB): a batch of one"
+    )
     assert "held by" in out and "--levers tries what takes less" in out
 
 

@@ -134,7 +134,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"validate {QUICKSTART} enable_activation_offloading=True", ["torchtune refuses", "when training on CUDA"]),
     (f"validate {QUICKSTART} optimizer_in_bwd=True", ["torchtune refuses this config", "clip_grad_norm=None"]),
     # dry runs
-    ("dry-run --gpu 4090", ["which command shall run"]),
+    ("dry-run --gpu 4090", ["the command is missing"]),
     ("dry-run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
     ("dry_run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),
     (f"plan {LORA} --gpuu 4090", ["unrecognized arguments: --gpuu 4090; did you mean '--gpu'?"]),
@@ -163,7 +163,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("dry-run --gpu 4090 --tokens 1e9 --no-time -- python x", ["--tokens has no effect with --no-time"]),
     ("dry-run --gpu 4090 --price 2 --whole -- python x", ["--price has no effect with --whole"]),
     ("dry-run --memory 24 --tokens 1e9 -- python x", ["--tokens has no effect with --memory"]),
-    (f"dry-run --gpu 4090 --epochs 3 lora_finetune_single_device --config {LORA}", ["--epochs 3: other data stand in"]),
+    (f"dry-run --gpu 4090 --epochs 3 lora_finetune_single_device --config {LORA}", ["--epochs 3: a recipe's data"]),
     ("dry-run --gpu 4090 --correction 1.1 -- python x", ["--correction 1.1 must be card= or host="]),
     ("dry-run --gpu 4090 --calibrate no.jsonl -- python x", ["--calibrate no.jsonl: there is no such file"]),
     ("dry-run --gpu 4090 --batch-sizes 4,x -- python x", ["--batch-sizes 4,x must be numbers from 1 on"]),

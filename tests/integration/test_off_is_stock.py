@@ -139,5 +139,5 @@ def test_a_loss_and_a_watcher_of_ones_own_are_not_left_out(inputs: Path, tmp_pat
 
     watched = recipe("full_finetune_single_device")(cfg)
     watched.watchers.append(Watcher())
-    with pytest.raises(ConfigError, match=r"tells watchers nothing; set adaptive_batching.recover_from_oom=True"):
+    with pytest.raises(ConfigError, match=r"does not notify watchers; set adaptive_batching.recover_from_oom=True"):
         watched.setup(cfg)

@@ -113,7 +113,7 @@ def test_what_has_fitted_before_runs_again_as_it_was(
     assert recovered.metrics[-1]["oom_retries"] == 1
     assert without_sizes(recovered.metrics)[-1] == undisturbed.metrics[-1]
     assert_same_weights(recovered.weights(0), undisturbed.weights(0))
-    assert "running the step's samples again as they were (recovery 1)" in caplog.text
+    assert "running the step's samples again unchanged (recovery 1)" in caplog.text
 
 
 def test_a_loss_is_as_before_where_samples_run_again(tune_run: TuneRun, baseline: TuneRun) -> None:
@@ -167,7 +167,7 @@ def test_with_optimizers_in_backward_a_step_runs_again_until_a_parameter_is_upda
         return
     weights_are_close(tune_run("full", *common, *fields), whole)
     assert plan["times"] == 0
-    assert re.search(r"as they were|which holds \d+ MiB of gradients until the last", caplog.text)
+    assert re.search(r"unchanged|which holds \d+ MiB of gradients until the last", caplog.text)
 
 
 class OptimizerWithoutMemory(torch.optim.SGD):
@@ -181,7 +181,7 @@ class OptimizerWithoutMemory(torch.optim.SGD):
         ({"times": 10**6}, [FAULTY, *RECOVER],
          r"1 sample of up to \d+ tokens, which cannot be split: number \d+ .*max_seq_len below"),
         ({"times": 1}, [FAULTY, "save_every_n_steps=5", "adaptive_batching.recover_from_oom=False"],
-         r"in a forward or backward of 4 samples of up to .*set adaptive_batching.recover_from_oom=True"),
+         r"in a forward or backward pass of 4 samples of up to .*set adaptive_batching.recover_from_oom=True"),
         ({}, [f"optimizer._component_={__name__}.OptimizerWithoutMemory", *RECOVER],
          r"in the optimizer's step.*resume from the last checkpoint"),
     ],

@@ -44,7 +44,7 @@ def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recov
     assert [step["oom_retries"] for step in recovered.metrics] == [1, 2]
     assert_close(recovered, whole, epoch=0)
     assert "not always the same" not in launched[1]
-    said = output_of(launched, f"cut_{way}").count("samples stay on the ranks that have drawn them")
+    said = output_of(launched, f"cut_{way}").count("samples are not balanced over ranks")
     assert said == (way == "auto"), "a sample of one token has no target, and counts"
 
 
@@ -81,7 +81,7 @@ def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
         "memory ran out inside a collective: whether the other ranks got",
     )
     if case[1] == "draining":
-        said = "memory ran out, and again while telling the other ranks"
+        said = "memory ran out, and again while notifying the other ranks"
     for rank in range(2):
         error = (launched[0] / name_of(*case) / f"error_{rank}.txt").read_text()
         assert error.startswith(f"error: {said if rank in case[3] else lost}")

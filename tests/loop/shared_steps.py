@@ -129,7 +129,7 @@ def train(kind: str, what: str) -> dict[str, Any]:
     return {
         "losses": losses, "weights": weights_of(prepared), "moved": moved, "recoveries": step.num_recoveries,
         "sent": sum(call.args[0].numel() for call in isend.call_args_list), "forwards": model.forwards,
-        "told": [message for message in messages if "stay" in message],
+        "told": [message for message in messages if "not balanced" in message],
     }  # fmt: skip
 
 

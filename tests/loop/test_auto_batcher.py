@@ -63,8 +63,8 @@ def test_a_size_that_has_run_before_runs_again_as_it_was_and_then_with_an_eighth
     device.run([10] * 16)
     assert device.failed == [16, 16]
     assert [len(part) for part in device.ran] == [16, 14, 2]
-    assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
-    assert "with at most 140 padded tokens per forward (recovery 2)" in caplog.text
+    assert "out of memory with 16 rows of up to 10 tokens; running them again unchanged" in caplog.text
+    assert "with at most 140 padded tokens per forward pass (recovery 2)" in caplog.text
 
 
 def test_a_row_that_does_not_fit_ends_the_run() -> None:

@@ -231,7 +231,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
     assert model.forwards[:3] == [(8, 30)] * 3
     parts = model.forwards[6:]  # after three in which two parts are compared with their union
     assert len(parts) == 6 and all(b * s <= 210 for b, s in parts)
-    assert caplog.text.count("from now on a forward holds at most 210 padded tokens, an eighth less") == 1
+    assert caplog.text.count("from now on a forward pass holds at most 210 padded tokens, an eighth less") == 1
     assert step.num_recoveries == 0
 
 

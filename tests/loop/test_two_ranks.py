@@ -126,7 +126,7 @@ def test_an_error_of_one_rank_ends_both_in_words(
         ("factor", "set_gradient_divide_factor scales gradients that AdaptiveStep scales itself; leave it out"),
         ("of the loss", "1 parameters are not sharded"),
         ("old torch", f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"),
-        ("sync batch norm", "SyncBatchNorm communicates within a forward"),
+        ("sync batch norm", "SyncBatchNorm communicates within a forward pass"),
         ("before the group", "2 processes train together, and when AdaptiveStep was made it was 1; make it after"),
     ],
 )
@@ -186,7 +186,7 @@ def test_samples_that_cannot_be_sent_stay_and_it_is_said_once(name: str, ranks: 
     why = "AttributeError: Can't pickle" if "lambda" in name else "KeyError: 'from another version'"
     assert not any(found["moved"])
     for [line] in (rank[name]["told"] for rank in ranks):
-        assert line.startswith(f"samples stay on the ranks that have drawn them: they cannot be sent ({why}")
+        assert line.startswith(f"samples are not balanced over ranks: they cannot be sent ({why}")
 
 
 def test_a_rank_without_samples_cannot_go_without_one_of_another(ranks: Found) -> None:

@@ -67,7 +67,7 @@ def test_each_sample_is_in_one_part_within_the_limit_and_no_step_is_slower(
         )
     )
     assert in_step(times) <= in_step(times_drawn) * (1 + 1e-9)
-    assert (share.as_drawn.slowest, share.time.slowest) == pytest.approx((in_step(times_drawn), in_step(times)))
+    assert (share.unbalanced.slowest, share.time.slowest) == pytest.approx((in_step(times_drawn), in_step(times)))
     assert share.time.mean == pytest.approx(sum(map(sum, times)) / len(lengths))
     assert share == share_out(tuple(map(tuple, lengths)), cost, speeds, limit, pads=pads), "on every rank"
 
@@ -123,7 +123,7 @@ def test_the_longest_sample_goes_to_a_rank_that_is_fast_enough_and_the_last_to_t
 
 def test_what_is_even_stays_where_it_is() -> None:
     share = share_out([[100] * 5] * 4, SampleCost(), limit=250)
-    assert share.num_moved == 0 and share.time == share.as_drawn and share.time.over_mean == 1.0
+    assert share.num_moved == 0 and share.time == share.unbalanced and share.time.over_mean == 1.0
     assert share_out([[990, 10], [500, 500]], TOKENS).num_moved == 0
     assert share_out([[1005], [995]], TOKENS).num_moved == 0, "less than is worth sending"
     assert share_out([[], []], SampleCost(), limit=10).parts == [[], []]
@@ -132,7 +132,7 @@ def test_what_is_even_stays_where_it_is() -> None:
 def test_samples_move_from_the_rank_that_has_too_much_and_a_turn_is_as_long_as_its_longest_sample() -> None:
     share = share_out([[900, 300], [200, 200]], TOKENS)
     assert share.parts == [[[(0, 0)]], [[(0, 1), (1, 0), (1, 1)]]]
-    assert (share.as_drawn.slowest, share.time.slowest, share.time.mean, share.num_moved) == (1200, 900, 800, 1)
+    assert (share.unbalanced.slowest, share.time.slowest, share.time.mean, share.num_moved) == (1200, 900, 800, 1)
     share = share_out([[1000, 300, 50], [50, 500, 500]], TOKENS, limit=1000)
     assert share.parts == [[[(0, 0)], [(0, 1)]], [[(1, 1), (1, 2)], [(0, 2), (1, 0)]]]
 
@@ -144,7 +144,7 @@ def test_padded_samples_run_beside_others_of_their_length_in_parts_that_take_as_
     for _ in range(20):
         lengths = draw(generator, 8, 32)
         share = share_out(lengths, cost, limit=limit, pads=True)
-        drawn, shared, mean = drawn + share.as_drawn.slowest, shared + share.time.slowest, mean + share.time.mean
+        drawn, shared, mean = drawn + share.unbalanced.slowest, shared + share.time.slowest, mean + share.time.mean
         runs = [
             sorted(lengths[home][index] for home, index in part)
             for turn in zip(*share.parts, strict=True)

@@ -82,7 +82,7 @@ def test_samples_that_weigh_otherwise_on_another_rank_stay(
     sharing = shared_with(**told, lengths=[10])
     assert sharing.last is None
     assert sharing.parts([None], [9], 1.0, None, pads=False) is None
-    assert caplog.text.count("samples stay on the ranks that have drawn them") == 1, "said once"
+    assert caplog.text.count("samples are not balanced over ranks") == 1, "said once"
 
 
 class Attention(nn.Module):

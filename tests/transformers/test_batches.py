@@ -306,4 +306,4 @@ def test_a_model_that_fails_on_a_row_is_padded_and_its_error_is_the_reason(
     ours = without_probe(make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=model), 60)
     with caplog.at_level("INFO", "adaptive_batching"):
         ours.train()
-    assert "with padding, in forwards of similar length: ValueError: positions have to rise" in caplog.text
+    assert "samples of similar length in a forward pass: ValueError: positions have to rise" in caplog.text

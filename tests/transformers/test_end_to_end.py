@@ -106,7 +106,7 @@ def test_noise_that_is_scaled_by_the_length_of_a_row_is_not(tmp_path: Path, capl
     caplog.set_level("INFO", logger=WHY)
     noisy = make_trainer(tmp_path, auto(), data=trainers.make_data(6, 20), neftune_noise_alpha=5.0)
     assert not trainers.prepared(noisy).step.in_rows
-    assert "padding, in forwards of similar length: neftune_noise_alpha scales noise" in caplog.text
+    assert "padding, samples of similar length in a forward pass: neftune_noise_alpha scales noise" in caplog.text
 
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 1}

@@ -130,8 +130,8 @@ def test_an_error_that_ends_a_run_is_in_its_record(where: str, tmp_path: Path, m
 
 def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto", padding=True))
-    told_first = "what fits, and the plan, are found when training begins"
-    assert str(trainer.adaptive) == f"micro_batch_size=auto, padding=True; {told_first}"
+    before = "sizes and plan are determined when training begins"
+    assert str(trainer.adaptive) == f"micro_batch_size=auto, padding=True; {before}"
     told: list[str] = []
 
     class Tell(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -141,7 +141,7 @@ def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:
     trainer.add_callback(Tell())
     trainer.train()
     probed = trainer.adaptive.probe
-    assert told[1].split() == ["largest", "forward", f"{probed.batch_size},", *f"bound by {probed.bound}".split()]
+    assert told[1].split() == f"largest forward pass {probed.batch_size}, bound by {probed.bound}".split()
     assert "the plan: 10 steps" in told
     [recorded] = record_of(tmp_path)["probe"]
     assert recorded["batch_size"] == probed.batch_size and recorded["sequence_length"] == 24

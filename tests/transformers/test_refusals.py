@@ -259,7 +259,7 @@ def test_a_model_that_takes_one_sample_at_a_time_is_refused(tmp_path: Path) -> N
 
     ours.model.forward = of_one
     with pytest.raises(
-        ConfigError, match=r"LlamaForCausalLM runs one sample, and not two in a forward \(shapes differ\)"
+        ConfigError, match=r"LlamaForCausalLM runs one sample, but not two, in a forward pass \(shapes differ\)"
     ):
         ours.train()
 

@@ -207,14 +207,14 @@ def _known_keys(recipe: str) -> set[str]:
     return {str(key) for name in names for key in OmegaConf.load(config_files()[name])}
 
 
-# A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
+# A run of a minute on two cores. The probe runs samples half as long as the longest, so that the first full batch
 # runs out of memory, and is recovered.
 _SHORT = [
     *("dataset.split=train[:384]", "lr_scheduler.num_warmup_steps=10"),
     *("adaptive_batching.memory_limit=1.5GiB", "adaptive_batching.sequence_length=128"),
 ]
-_STAGED = """The out-of-memory error in this run is staged, to show how a step recovers: sequence_length=128 tells the
-probe of samples half as long as the longest, and memory_limit=1.5GiB is little. Take neither into a config of your own.
+_STAGED = """The out-of-memory error in this run is staged, to show how a step recovers: with sequence_length=128
+the probe runs samples half as long as the longest, and memory_limit=1.5GiB is little. Copy neither to your own config.
 """
 _NEXT = "lora_finetune_single_device --config llama3_2/1B_lora_single_device micro_batch_size=auto"
 _REPOSITORY = "meta-llama/Llama-3.2-1B-Instruct"

@@ -24,7 +24,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.cli.configs import read_config
-from adaptive_batching._torchtune.names import PLANNED, TOLD, config_files, register
+from adaptive_batching._torchtune.names import PLANNED, REPORTED, config_files, register
 from adaptive_batching._torchtune.stock import images
 from adaptive_batching._torchtune.stock.losses import ANSWERS
 from adaptive_batching._torchtune.stock.on_paper import Data
@@ -107,8 +107,8 @@ def main(
         in_a_step = accumulate_for_plan(cfg, accumulation)
         if lengths is not None:
             samples = max(min(samples, len(lengths) // accumulation * in_a_step), 1)
-    told = {"length": int(length), "samples": lengths and len(lengths), "tokens": lengths and sum(lengths)}
-    (folder / TOLD).write_text(json.dumps(told))
+    reported = {"length": int(length), "samples": lengths and len(lengths), "tokens": lengths and sum(lengths)}
+    (folder / REPORTED).write_text(json.dumps(reported))
     stand_in(cfg, recipe, int(length), folder, samples)
     load_zeros(cfg, folder / "weights")
     file = folder / "config.yaml"

@@ -53,7 +53,7 @@ _BEFORE_TRAINING = (
     "overrides of this run, says what fits",
 )
 _IN_TRAINING = (
-    "outside a forward or backward, where nothing can run again",
+    "outside a forward or backward pass, where nothing can run again",
     "; checkpoints saved before are intact. Leave more memory: raise adaptive_batching.headroom, or set a smaller "
     "batch_size",
 )
@@ -99,7 +99,7 @@ def _mistake(error: Exception) -> str:
     """Say in one line why a command line cannot be read, which ``tune run`` has not checked."""
     config_path = config_on_command_line()
     if isinstance(error, FileNotFoundError):
-        remedy = "'tune run' knows torchtune's alone by name; use 'adaptive-batching run', or give the path of its file"
+        remedy = "'tune run' knows only torchtune's by name; use 'adaptive-batching run', or give the path of its file"
         return f"there is no config {config_path!r}; {remedy}"
     if meant := as_overrides(sys.argv[1:]):
         return f"a setting of a config has no dashes: write {' '.join(meant)}"

@@ -19,7 +19,7 @@ from adaptive_batching._dry_run.times import time_as_object, time_in_words
 from adaptive_batching._dry_run.verdict import Answer, outside_of_allocator
 from adaptive_batching._report.events import RecordError, read_events
 from adaptive_batching._torchtune.cli.levers import Planned
-from adaptive_batching._torchtune.names import TOLD, command_of_recipe
+from adaptive_batching._torchtune.names import REPORTED, command_of_recipe
 from adaptive_batching._values import ConfigError, memory_size
 
 VERSION = 2
@@ -73,16 +73,16 @@ def make_plan(asked: Asked, folder: Path) -> tuple[dict[str, Any], list[str], in
     )  # fmt: skip
     done = asked.launch.run(command, folder, OFFLINE)
     said = SAID.findall((folder / "said").read_text(errors="replace"))
-    told: dict[str, Any] = json.loads(path.read_text()) if (path := folder / TOLD).exists() else {}
+    reported: dict[str, Any] = json.loads(path.read_text()) if (path := folder / REPORTED).exists() else {}
     probe = _probe_in(folder)
     if done.ending.exit_code == MISTAKE:
         raise ConfigError(said[-1] if said else "the recipe ended with a mistake")
-    length = told.get("length")
+    length = reported.get("length")
     if probe is None and done.failure is None and not (said and said[-1].startswith("a batch of one sample does not")):
         if length is None and not done.ending.interrupted:
             raise NotPlannedError(said[-1] if said else f"{done.why_not}")
         return _unknown(asked, done, length, said)
-    return _answered(asked, done, told, probe, said)
+    return _answered(asked, done, reported, probe, said)
 
 
 def _probe_in(folder: Path) -> Mapping[str, Any] | None:
@@ -113,9 +113,9 @@ def _object(asked: Asked, length: int | None) -> dict[str, Any]:
 
 
 def _answered(
-    asked: Asked, done: DryRun, told: Mapping[str, Any], probe: Mapping[str, Any] | None, said: Sequence[str]
+    asked: Asked, done: DryRun, reported: Mapping[str, Any], probe: Mapping[str, Any] | None, said: Sequence[str]
 ) -> tuple[dict[str, Any], list[str], int]:
-    length, devices = int(told["length"]), asked.run.devices
+    length, devices = int(reported["length"]), asked.run.devices
     trained = probe is not None and done.steps > 0 and done.failure is None
     largest = 0 if probe is None else int(probe["batch_size"])
     card = done.card
@@ -133,7 +133,7 @@ def _answered(
     ran = [] if probe is None else probe["measurements"]
     peaks = (done.worst or {"peaks": {}})["peaks"]
     history = (done.worst or {}).get("history", {})
-    time, of_time = _time(asked, done, told)
+    time, of_time = _time(asked, done, reported)
     shown = {
         **_object(asked, length),
         "answer": str(answer),
@@ -152,12 +152,12 @@ def _answered(
         "hours_per_epoch": None if time is None else time["hours_per_epoch"],
     }  # fmt: skip
     on = f"{card}{f', on each of {devices}' if devices > 1 else ''}"
-    wanted = f"a forward of {asked.batch_size} x {length:,} tokens on {on}"
+    wanted = f"a forward pass of {asked.batch_size} x {length:,} tokens on {on}"
     lines = [f"{answer}: {wanted}" + ("" if reason is None else f": {reason}")]
     if largest:
         assert probe is not None
         lines.append(f"largest micro-batch: {_samples(largest)} of {length:,} tokens, bound by {probe['reason']}")
-        lines.append(f"token budget: {largest * length:,} padded tokens in a forward")
+        lines.append(f"token budget: {largest * length:,} padded tokens in a forward pass")
         sizes = ", ".join(f"{one['batch_size']:,}{'' if one['fits'] else ' (too large)'}" for one in ran)
         lines.append(f"  {'tried':<10}{sizes}, by the probe of the recipe on the emulated device")
     if done.worst is not None:
@@ -172,14 +172,16 @@ def _answered(
     return shown, lines, answer.value
 
 
-def _time(asked: Asked, done: DryRun, told: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[tuple[str, str]]]:
+def _time(
+    asked: Asked, done: DryRun, reported: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, list[tuple[str, str]]]:
     """Return how long a step of the largest batch takes, of at most two forward passes, as an object and in words."""
     forecast = done.forecast
     if forecast is None:
         return None, [("time", f"not known: {done.why_no_time}")] if done.lacks_time else []
-    tokens = told.get("tokens")
+    tokens = reported.get("tokens")
     if tokens is None and asked.samples is not None:
-        tokens = asked.samples * int(told["length"])
+        tokens = asked.samples * int(reported["length"])
     length = RunLength(tokens=asked.tokens or tokens, price=asked.price)
     shown = time_as_object(forecast, length, UNCORRECTED)
     shown["hours_per_epoch"] = None if tokens is None else forecast.hours(RunLength(tokens=tokens))

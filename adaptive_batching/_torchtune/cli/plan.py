@@ -35,8 +35,8 @@ STEPS = 2  # of training: the second one has the optimizer states
 def add_plan(subparsers: Any, prog: str) -> None:
     """Add ``plan``."""
     text = (
-        "Run a recipe with its probe on an emulated GPU, and say the largest batch that fits, what takes the memory, "
-        "and how long it takes. Needs Linux on x86-64, a CUDA build of torch and a C++ compiler, and no GPU."
+        "Run a recipe with its probe on an emulated GPU, and report the largest batch that fits, what takes the "
+        "memory, and how long it takes. Needs Linux on x86-64, a CUDA build of torch and a C++ compiler, and no GPU."
     )
     parser = subparsers.add_parser(
         "plan", prog=f"{prog} plan", help=text.split(". ")[0] + ".", description=text,

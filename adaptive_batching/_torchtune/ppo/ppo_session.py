@@ -137,7 +137,7 @@ class PPOSession:
         of_probe = probe.find()
         waited = time.perf_counter() - start
         length_of_rows = len(worst.tokens(sample))
-        report.probe(of_probe.result, sequence_length=length_of_rows, of="most in a backward", waited=waited)
+        report.probe(of_probe.result, sequence_length=length_of_rows, of="in a backward pass", waited=waited)
         probed = probe.probed(of_probe)
 
         log.info("probing rollouts of these lengths")

@@ -88,8 +88,8 @@ def explore_micro_batch_size(
         result = fastest(candidates, _timer_of_steps(host, split_policy, candidates, batch_size, batches))
     if result is None:
         raise DoesNotFitError(
-            f"all of micro_batch_size {candidates} ran out of memory, although {most} samples per forward fit in the "
-            "probe: something else has taken memory since, or there are longer samples. Free the device, or set "
+            f"all of micro_batch_size {candidates} ran out of memory, although {most} samples per forward pass fit in "
+            "the probe: something else has taken memory since, or there are longer samples. Free the device, or set "
             f"{remedy(host)}"
         )
     report.exploration(**asdict(result))

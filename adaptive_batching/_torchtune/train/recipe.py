@@ -53,7 +53,7 @@ def unless_off(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
         if self.watchers:
             raise ConfigError(
-                "with no field set the recipe is stock's own, which tells watchers nothing; set "
+                "no field is set, so the recipe is stock's own, which does not notify watchers; set "
                 "adaptive_batching.recover_from_oom=True, or another field"
             )
         return getattr(super(AdaptiveBatching, self), method.__name__)(*args, **kwargs)
@@ -134,7 +134,7 @@ class AdaptiveBatching:
             checkpoints.refuse_step_checkpoints(cfg)  # asynchronous ones have folders of their own
         self._validation_loader: SampleLoader | None = None
         self.watchers: list[Watcher] = []
-        """Are told what happens while the recipe trains."""
+        """Are notified of what happens while the recipe trains."""
 
         self._checkpoints = Path(cfg.checkpointer.output_dir)
         self._backward_optimizers = hosts.OptimizersInBackward()

@@ -37,7 +37,7 @@ def lay_end_to_end(host: Host) -> Host:
     else:
         why = why_not_in_rows(host.models) or _why_not_its_loss(host)
     if host.ranks.any(why is not None):
-        why = why or "on another rank a row is another"
+        why = why or "they change the result on another rank"
         log.info("samples of similar length are padded, as they cannot be packed without padding: %s", why)
         return host
     return replace(host, rows=RowSeams(host.models))

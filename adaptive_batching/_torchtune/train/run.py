@@ -359,7 +359,7 @@ class TrainingRun:
         """Begin as stock's loops do."""
         host, run = self.host, self.run
         if host.is_compiled:
-            log.info("the model is compiled in its first forward: expect a slow first step")
+            log.info("the model is compiled in its first forward pass: expect a slow first step")
         if not host.steps_in_backward:
             for optimizer in host.optimizers:
                 optimizer.zero_grad()

@@ -64,7 +64,7 @@ def read_settings(
         )
     if is_on and cfg.get("enable_async_checkpointing", False):
         raise ConfigError(
-            "enable_async_checkpointing=True: asynchronous checkpoints cannot hold what adaptive batching resumes by; "
+            "enable_async_checkpointing=True: asynchronous checkpoints lack what adaptive batching resumes from; "
             "set enable_async_checkpointing=False, or leave its fields unset"
         )
     if warns:
