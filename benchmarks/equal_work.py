@@ -27,9 +27,9 @@ rule reaches it: *least possible*. Every rule has the same draws.
 Where ranks wait for each other in every forward, as those of a sharded model do, the time of a step is the sum over its
 forwards of the slowest rank's, and what ranks run at the same time should be alike, too. A second table has these.
 
-The last line printed is a JSON object: seconds as drawn, and by the other rules, over ours, and over processor seconds;
-the share of a step that sharing takes; the largest relative difference of losses; time over ideal, end to end; and the
-share of samples that move, of real ones on two ranks and of simulated ones on 8.
+The last line printed is a JSON object: seconds without balancing, and by the other rules, over ours, and over processor
+seconds; the share of a step that sharing takes; the largest relative difference of losses; time over ideal, end to end;
+and the share of samples that move, of real ones on two ranks and of simulated ones on 8.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def draw(generator: random.Random, num_ranks: int, num_samples: int) -> Draw:
     ]
 
 
-def as_drawn(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
+def unbalanced(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
     for lengths in draws:
         yield Step([[own] for own in lengths], 0.0)
 
@@ -164,7 +164,7 @@ def ours(draws: list[Draw], cost: SampleCost, pads: bool) -> Iterator[Step]:
 
 
 RULES: dict[str, Rule] = {
-    "as drawn": as_drawn,
+    "unbalanced": unbalanced,
     "`group_by_length`": group_by_length,
     "`batch_rebalance`": batch_rebalance,
     "verl": verl,
@@ -276,7 +276,7 @@ DATA: dict[str, dict[str, Any]] = {
     "quickstart": {},
     "long-tailed": {"_component_": "equal_work.LongTailed"},
 }
-DRAWN, GROUPED, OURS = "as drawn", "`group_by_length`", "ours"
+DRAWN, GROUPED, OURS = "unbalanced", "`group_by_length`", "ours"
 SETS: dict[str, Sets] = {"`batch_rebalance`": sets_of_batch_rebalance, "verl": sets_of_verl}
 WAYS = [DRAWN, GROUPED, *SETS, OURS]
 """Of real ranks to divide the samples of a step."""
@@ -482,7 +482,7 @@ def of_way(found: Sequence[dict[str, Any]], way: str, data: str, ranks: int) -> 
 
 
 def difference_of_losses(losses: Sequence[Sequence[float]]) -> float:
-    """Return the largest relative difference from those as drawn, of ways whose steps have the same samples."""
+    """Return the largest relative difference from the unbalanced ones, of ways whose steps have the same samples."""
     drawn = np.array(losses[WAYS.index(DRAWN)])
     others = [np.array(losses[number]) for number, way in enumerate(WAYS) if way != GROUPED]
     return max(float(np.max(np.abs(each / drawn - 1))) for each in others)
@@ -526,20 +526,20 @@ def simulated(num_ranks: Sequence[int], num_steps: int, hidden_size: int) -> Hal
         figures.setdefault("moved_simulated", round(moved, 4))
     facts = [
         f"{num_steps} simulated steps of {SAMPLES} samples on each rank, hidden size {hidden_size:,}; time over ideal, "
-        "and tokens of the largest forward of all steps, of which each rank runs one",
-        "ideal is without padding, also where samples are padded; ours is then shared out for padded forwards, and all "
-        "others are as they are",
-        f"second table: {IN_TURNS_STEPS} steps of {IN_TURNS_SAMPLES} samples on each rank, in forwards of at most so "
-        "many tokens, for which ranks wait for each other; time over ideal, and in brackets the most forwards",
-        f"{TIMED_RANKS} ranks with {TIMED_SAMPLES} samples each are shared out in "
-        f"{1000 * seconds_to_share(cost):.0f} ms",
+        "and tokens of the largest forward pass of all steps, of which each rank runs one",
+        "ideal is without padding, also where samples are padded; ours is then balanced for padded forward passes, and "
+        "all others are as they are",
+        f"second table: {IN_TURNS_STEPS} steps of {IN_TURNS_SAMPLES} samples on each rank, in forward passes of at "
+        "most so many tokens, for which ranks wait for each other; time over ideal, and in brackets the most "
+        "forward passes",
+        f"{TIMED_RANKS} ranks with {TIMED_SAMPLES} samples each are balanced in {1000 * seconds_to_share(cost):.0f} ms",
     ]
     rows = [
         "| ranks | rule | end to end | largest | padded | largest | moved |",
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
-        "| ranks | tokens | as drawn | equal sums, split on each rank | in turns | moved |",
+        "| ranks | tokens | unbalanced | equal sums, split on each rank | in turns | moved |",
         "|---|---|---|---|---|---|",
         *(in_turns(ranks, limit, cost) for ranks in num_ranks if ranks <= 64 for limit in LIMITS),
     ]

@@ -337,7 +337,7 @@ def report(output: Path | None, found: dict[str, dict[str, Ends]], versions: lis
         facts=[
             *versions,
             *([f"ended between {_time(min(ENDED))} and {_time(max(ENDED))}"] if ENDED else []),
-            "a test that fails as it is, for want of the hub above all, or is skipped, does not count",
+            "a test that fails as it is, mostly because it needs the hub, or is skipped, does not count",
             *(["not run: " + "; ".join(NOT_RUN)] if NOT_RUN else []),
         ],
         rows=[*rows, "", *differences],

@@ -366,7 +366,7 @@ def what_was_found(method: str, trainer: Any, budget: int) -> dict[str, Any]:
     found = f"{trainer.steps_before_failure + trainer.failures}, {trainer.failures}"
     return {
         "size": budget // LONGEST if method == ODB else trainer._train_batch_size,
-        "tried": found if method == FINDS else "told",
+        "tried": found if method == FINDS else "given",
         "failures": 0 if method == FINDS else trainer.failures,
     }
 
