@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,10 +16,9 @@ from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._state import draws_put_back
-from adaptive_batching._transformers.declared import counted_by_trl, state_of
+from adaptive_batching._transformers.declared import state_of, trl_metrics_of
 from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
-from adaptive_batching._transformers.metrics_of_parts import metric_of, shares
 
 Predicted = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them."""
@@ -74,7 +73,8 @@ class EvaluationInParts:
             self._batcher.state = state_of(self._trainer)
         lengths = [1 if length is None else max(length(sample), 1) for sample in samples]
         longest_first = sorted(range(len(samples)), key=lambda number: lengths[number], reverse=True)
-        before = _numbers_counted(self._trainer)
+        metrics = trl_metrics_of(self._trainer)
+        before = {} if metrics is None else metrics.lengths()
         parts: list[_Part] = []
 
         def forward(rows: range) -> Sequence[int]:
@@ -93,9 +93,8 @@ class EvaluationInParts:
             # Only here: finding it takes forwards of its own, which an evaluation that fits, or has no loss, is spared.
             of_loss = self._kind = self._kind or kind()
         weights = [float(of_loss.count(part.batch, len(part.samples))) for part in parts]
-        _join_metrics(
-            self._trainer, before, [(part.batch, weight) for part, weight in zip(parts, weights, strict=True)]
-        )
+        if metrics is not None:
+            metrics.join(before, [(part.batch, weight) for part, weight in zip(parts, weights, strict=True)])
         order = [part.samples for part in parts]
         of_all = of_loss.takes_number and self._number_was_asked_for
         if of_loss.takes_number and not of_all:
@@ -141,22 +140,6 @@ def _sum(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None
         return None
     counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
     return torch.stack(counted).sum() if counted else losses[0]
-
-
-def _numbers_counted(trainer: Any) -> dict[tuple[str, str], int]:
-    """Return how many numbers TRL has counted so far, by mode and name."""
-    counted = counted_by_trl(trainer).items()
-    return {(mode, key): len(values) for mode, of_mode in counted for key, values in of_mode.items()}
-
-
-def _join_metrics(trainer: Any, before: Mapping[tuple[str, str], int], counted: Sequence[tuple[Any, float]]) -> None:
-    """Make one of what TRL has counted in each part, of which it logs the mean over batches."""
-    for mode, of_mode in counted_by_trl(trainer).items():
-        for key, values in of_mode.items():
-            earlier = values[: before.get((mode, key), 0)]
-            new = values[len(earlier) :]
-            if len(new) == len(counted):
-                of_mode[key] = [*earlier, *(metric_of(key, [share]) for share in shares({key: new}, counted).values())]
 
 
 def _joined(values: Sequence[Any], order: Sequence[Sequence[int]]) -> Any:

@@ -30,7 +30,7 @@ from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part, in_halves
 from adaptive_batching._transformers.check_of_rows import check_rows
-from adaptive_batching._transformers.declared import state_of
+from adaptive_batching._transformers.declared import state_of, trl_metrics_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,
@@ -41,7 +41,6 @@ from adaptive_batching._transformers.handed_out import (
     unheard,
 )
 from adaptive_batching._transformers.loss_kind import LossKind, beside_each_other, kinds_of
-from adaptive_batching._transformers.metrics_of_parts import TrlMetrics
 from adaptive_batching._transformers.neftune import NeftuneNoise
 from adaptive_batching._transformers.older_versions import scaling_loss_func
 from adaptive_batching._transformers.row_of_samples import (
@@ -117,6 +116,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.limit = TokenLimit()
         """The limit on the tokens of a part."""
 
+        self._metrics = trl_metrics_of(trainer)
         self._noise = NeftuneNoise(trainer.model)
         self._batch_of: dict[int, int] = {}  # by the identity of a sample
         self.joins_batches = joins_batches and not self._noise
@@ -169,7 +169,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.samples = [sample for batch in inputs.batches for sample in batch]
         self._batch_of = {id(sample): number for number, batch in enumerate(inputs.batches) for sample in batch}
         self._forward_backward = forward_backward
-        metrics = TrlMetrics(self._trainer)
+        if self._metrics is not None:
+            self._metrics.begin_step()
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
         self._timer.read()  # of the step before
         if self.in_rows:
@@ -179,8 +180,9 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         losses = [loss for _, loss in self.runner.end()]
         self._note(inputs)
         self._parallel.sum_gradients(1 / self._parallel.ranks.size)
-        if metrics:
-            metrics.become_those_of_the_step(self._batches, self._numbers, self.kind, self._parallel.ranks)
+        if self._metrics is not None:
+            ranks, takes_number = self._parallel.ranks, self.kind.takes_number
+            self._metrics.end_step(self._batches, self._numbers, ranks, takes_number=takes_number)
         self._batches, self._rows = [], []
         return torch.stack(losses).sum()
 

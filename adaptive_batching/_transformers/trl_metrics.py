@@ -1,4 +1,4 @@
-"""TRL's metrics of a batch, joined from those of its parts: means over samples or tokens, and extremes."""
+"""What a trainer of TRL counts for its logs: put back, and of parts joined as those of one batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._transformers.declared import counted_by_trl
-from adaptive_batching._transformers.loss_kind import LossKind
 
 _EXTREMES = {"min": min, "max": max}
 _NAME_OF_EXTREME = re.compile(r"(?:^|[/_])(min|max)(?:$|[/_])")
@@ -24,39 +22,86 @@ Share = tuple[float, float]
 
 
 class TrlMetrics:
-    """The metrics that a TRL trainer records in the parts of a step, from when this is made.
-
-    It is False for other trainers.
-    """
+    """The metrics of a trainer of TRL: means over samples or tokens, and extremes, by mode and name."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        counted = counted_by_trl(trainer)
-        self._before = {key: list(values) for key, values in counted["train"].items()} if "train" in counted else None
-        self._tokens_before = 0 if self._before is None else trainer._total_train_tokens
+        self._before: dict[str, list[float]] | None = None  # the step; None where nothing is counted in training
+        self._tokens_before = 0
 
-    def __bool__(self) -> bool:
-        return self._before is not None
+    # As a state that is put back
 
-    def become_those_of_the_step(
-        self, batches: Sequence[Any], numbers: Sequence[float], kind: LossKind, ranks: Ranks
-    ) -> None:
-        """Make what parts have counted that of the step on all ranks, as one batch.
+    @property
+    def _counted(self) -> list[dict[str, Any]]:
+        names = [name for name in ("_metrics", "_stored_metrics") if hasattr(self._trainer, name)]
+        return [getattr(self._trainer, name) for name in names]
+
+    def state_dict(self) -> dict[int, Any]:
+        return {
+            at: {mode: {name: list(values) for name, values in of_mode.items()} for mode, of_mode in counted.items()}
+            for at, counted in enumerate(self._counted)
+        }
+
+    def load_state_dict(self, state: Mapping[int, Any]) -> None:
+        for at, counted in enumerate(self._counted):
+            for mode in [mode for mode in counted if mode not in state[at]]:
+                del counted[mode]
+            for mode, values in state[at].items():
+                counted[mode].clear()
+                counted[mode].update(values)
+
+    # Of an evaluation
+
+    @property
+    def _by_mode(self) -> dict[str, dict[str, list[float]]]:
+        return getattr(self._trainer, "_metrics", {})
+
+    def lengths(self) -> dict[tuple[str, str], int]:
+        """Return how many values there are so far, by mode and name."""
+        return {(mode, key): len(values) for mode, each in self._by_mode.items() for key, values in each.items()}
+
+    def join(self, before: Mapping[tuple[str, str], int], counted: Sequence[tuple[Any, float]]) -> None:
+        """Make one value of those that parts have added, as TRL logs the mean over batches.
+
+        Args:
+            before: The :meth:`lengths` before the parts.
+            counted: Batch and number of each part.
+        """
+        for mode, of_mode in self._by_mode.items():
+            for key, values in of_mode.items():
+                earlier = values[: before.get((mode, key), 0)]
+                new = values[len(earlier) :]
+                if len(new) == len(counted):
+                    joined = [metric_of(key, [share]) for share in shares({key: new}, counted).values()]
+                    of_mode[key] = [*earlier, *joined]
+
+    # Of a step
+
+    def begin_step(self) -> None:
+        """Take note of what there is before the parts of a step."""
+        self._before = None
+        if "train" in self._by_mode:
+            self._before = {key: list(values) for key, values in self._by_mode["train"].items()}
+            self._tokens_before = self._trainer._total_train_tokens
+
+    def end_step(self, batches: Sequence[Any], numbers: Sequence[float], ranks: Ranks, *, takes_number: bool) -> None:
+        """Make what parts have counted since :meth:`begin_step` that of the step on all ranks, as one batch.
 
         TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
 
         Args:
             batches: That have run as parts.
             numbers: Of the losses in each.
-            kind: What the loss is.
             ranks: That train together.
+            takes_number: True if the loss is a sum that is divided by a number which is given.
         """
         before, trainer = self._before, self._trainer
-        assert before is not None
+        if before is None:
+            return
         metrics = trainer._metrics["train"]
         new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
         ran = zip(batches, numbers, strict=True)
-        counted = [(batch, number) for batch, number in ran if number or kind.takes_number]  # others count nothing
+        counted = [(batch, number) for batch, number in ran if number or takes_number]  # others count nothing
         tokens = trainer._total_train_tokens - self._tokens_before
         here = shares(new, counted)
         of_ranks, counts = zip(*ranks.gather((here, tokens)), strict=True)
