@@ -69,7 +69,6 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._sharing = None
         if balances_ranks and parallel.ranks.size > 1 and length is not None:
             self._sharing = Sharing(parallel.ranks, model, waits=bool(parallel.roots))
-        self._is_shared = False  # this step
         self._last_number: tuple[torch.Tensor, int] | None = None  # of losses of the last step, and its samples
         self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
 
@@ -86,7 +85,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def split(self, groups: Sequence[list[Sample]]) -> Iterator[list[LossPart]]:
         [samples] = groups
         parts = None if self._sharing is None else self._shared(samples, self._sharing)
-        self._is_shared = parts is not None
+        self.rearranges = parts is not None  # some may have come from another rank, which is a part of its step
         if parts is None:
             rule = SplitRule(by_length=self.limit.bound is not None)
             split = split_samples(self.lengths(samples), rule, self.limit.max_tokens)
@@ -145,7 +144,13 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     def _run(self, part: LossPart) -> tuple[torch.Tensor, torch.Tensor]:
         is_timed = self._sharing is not None and not part.is_filler and not _state.rehearsing
         with self._timer.around(part) if is_timed else contextlib.nullcontext():
-            total, number = self.forward(part.samples)
+            try:
+                batch = collated(part.samples, self.collate)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    self._check_left_out(part.samples, error)
+                raise
+            total, number = run_forward(self._loss, self._model, batch)
             if part.is_filler:
                 total, number = 0 * total.nan_to_num(), 0 * number
             # A mean over nothing has a gradient that is not a number, and a constant has none. To know that there is
@@ -161,16 +166,6 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def put_back(self) -> None:
         self._timer.forget()
-
-    def forward(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the losses of ``samples``, with its graph, and their number."""
-        try:
-            batch = collated(samples, self.collate)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                self._check_left_out(samples, error)
-            raise
-        return run_forward(self._loss, self._model, batch)
 
     def _check_left_out(self, samples: Sequence[Sample], error: Exception) -> None:
         """Raise ConfigError if all samples of the step can be collated, and these by themselves cannot."""
@@ -192,7 +187,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def compared(self, parts: Sequence[LossPart]) -> list[list[Sample]]:
         lists = super().compared(parts)
-        if self._is_shared and len(lists) == 1:  # some may have come from another rank, which is a part of its step
+        if self.rearranges and len(lists) == 1:
             lists = in_halves(lists[0])
         return lists
 

@@ -144,15 +144,15 @@ class StepRunner(Generic[Samples, P, R]):
 
     def _try(self, groups: Sequence[Samples], *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
         """Run the parts of ``groups`` until some run out of memory; return these, or None if all have run."""
+        roots, ranks = self._parallel.roots, self._parallel.ranks
         for parts in self._work.split(groups):
             parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
-            if self._audit is not None and self._audit.is_due(self._steps + 1, again=again):
-                compared, parallel = self._work.compared(parts), self._parallel
-                # Ranks of a sharded model have as many parts, and decide alike; copies may not, and all have to look.
-                if len(parts) > 1 or (not parallel.roots and (parallel.ranks.size > 1 or len(compared) > 1)):
-                    self._audit.look(compared, self._run_as_batch)
+            # Ranks of a sharded model have as many parts, and decide alike; copies may not, and all have to look.
+            is_split = len(parts) > 1 or (not roots and (ranks.size > 1 or self._work.rearranges))
+            if self._audit is not None and is_split and self._audit.is_due(self._steps + 1, again=again):
+                self._audit.look(self._work.compared(parts), self._run_as_batch)
             outcome = self.run_once(self._work.runs(parts))
             if outcome.failed:
                 return parts, outcome

@@ -58,6 +58,9 @@ class Work(ABC, Generic[Samples, P, R]):
     state: State | None = None
     """State that a forward pass changes besides gradients, and that is put back; None if there is none."""
 
+    rearranges = False
+    """True if a single part is another computation than the batch that it is made of, and may be compared with it."""
+
     # How it computes; what a runner is handed ready to run needs neither split nor runs
 
     def split(self, groups: Sequence[Samples]) -> Iterable[Sequence[P]]:

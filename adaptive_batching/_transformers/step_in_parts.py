@@ -358,6 +358,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return [CollatedPart(lists[0], self.tokens_in_one(lists[0]))]
         return [self._part(samples) for samples in lists]
 
+    @property
+    def rearranges(self) -> bool:  # type: ignore[override]
+        return self.in_rows or not self.joins_batches
+
     def compared(self, parts: Sequence[Part]) -> list[list[Sample]]:
         lists = super().compared(parts) if self.joins_batches else max(self._of_batches, key=len)
         if self.in_rows and len(lists) == 1:  # a row is another computation than the batch that it is made of

@@ -171,6 +171,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
     ) -> None:
         super().__init__(host, find_batch_dependent_module)
         self.splitter, self.together, self.limit = splitter, together, splitter.limit
+        self.rearranges = splitter.makes_rows
         self._last: list[Sample] = []  # batch that was split
 
     def begin_step(self) -> None:
@@ -219,7 +220,8 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         return runs_of(self._host, parts, self._around)
 
     def _around(self, part: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if _state.rehearsing else self.splitter.timed(part)  # as in an audit
+        is_timed = self.rearranges and not _state.rehearsing  # as in an audit
+        return self.splitter.timer.around(part) if is_timed else contextlib.nullcontext()
 
     def num_retries(self) -> int:
         return counted(self._host.device, RETRIES)
@@ -243,7 +245,9 @@ class Splitter:
 
         self._objective, self._ranks = host.objective, host.ranks
         self._split_policy = split_policy
-        self._makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
+        self.makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
+        """True if samples lie end to end, without padding."""
+
         # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
@@ -259,7 +263,7 @@ class Splitter:
 
     def begin_step(self) -> None:
         """Take note that a step begins, all of whose samples have one size of rows."""
-        if self._makes_rows:
+        if self.makes_rows:
             self._split_policy.row_size.begin_step(self._ranks.gather)
         if self.sharing is not None:
             self.sharing.begin_step()
@@ -291,7 +295,7 @@ class Splitter:
         weight = weights.pop() if len(weights) == 1 else None
         sizes, cost = self._sizes(samples), self._split_policy.rule.forward_cost
         limit = self._most_tokens(sizes)
-        lists = sharing.parts(samples, sizes, weight, limit, forward_cost=cost, pads=not self._makes_rows)
+        lists = sharing.parts(samples, sizes, weight, limit, forward_cost=cost, pads=not self.makes_rows)
         if lists is None:
             return None
         assert weight is not None
@@ -324,22 +328,22 @@ class Splitter:
     def tokens(self, samples: Sequence[Sample]) -> int:
         """Return the tokens of samples that run together, with what padding they get."""
         sizes = self._sizes(samples)
-        return sum(sizes) if self._makes_rows else padded_tokens(sizes)
+        return sum(sizes) if self.makes_rows else padded_tokens(sizes)
 
     def _sizes(self, samples: Sequence[Sample]) -> list[int]:
-        size = self._objective.size_in_row if self._makes_rows else self._objective.size
+        size = self._objective.size_in_row if self.makes_rows else self._objective.size
         return [size(sample) for sample in samples]
 
     def _most_tokens(self, sizes: Sequence[int]) -> int | None:
         """Return the most tokens of a part of samples of these sizes."""
         limit = self.limit.max_tokens
-        if limit is None or not self._makes_rows:
+        if limit is None or not self.makes_rows:
             return limit
         return self._split_policy.row_size.tokens(sum(sizes), limit)
 
     def _parts(self, batch: list[Sample]) -> list[list[Sample]]:
         sizes = self._sizes(batch)
-        split = split_samples(sizes, self._split_policy.rule, self._most_tokens(sizes), pads=not self._makes_rows)
+        split = split_samples(sizes, self._split_policy.rule, self._most_tokens(sizes), pads=not self.makes_rows)
         if (known := self._compiled_sizes) is not None:
             pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
             if len(pieces) > len(split) and not self._said_that_sizes_are_few:
@@ -356,7 +360,7 @@ class Splitter:
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
     ) -> MicroBatch:
         longest = max(map(self._objective.size, samples))
-        return MicroBatch(samples, self.tokens(samples), weight, longest, num_tokens, self._makes_rows)
+        return MicroBatch(samples, self.tokens(samples), weight, longest, num_tokens, self.makes_rows)
 
     def _weighted(
         self, groups: list[list[list[Sample]]], weight_of_term: Fraction | None = None
@@ -385,10 +389,6 @@ class Splitter:
                     weighted[-1].append(self._micro_batch(part, float(count.terms * weight_of_term), num_tokens))
                     left = 0
         return weighted
-
-    def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Time a forward and backward of ``micro_batch``, if that is of use."""
-        return self.timer.around(micro_batch) if self._makes_rows else contextlib.nullcontext()
 
     def _observe(self, micro_batch: MicroBatch, seconds: float) -> None:
         self._split_policy.row_size.observe(micro_batch.tokens, seconds)
