@@ -30,7 +30,7 @@ from adaptive_batching._probe.does_not_fit import (
     require_room,
 )
 from adaptive_batching._probe.probed_step import TrainingStep
-from adaptive_batching._probe.search import SEARCHES, Sizes, StepTimes, find_enough
+from adaptive_batching._probe.search import SEARCHES, SizeSearch, StepTimes, find_enough
 from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_sizes
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._probe.trial import Trial
@@ -69,7 +69,7 @@ class _Search:
         self._times = times if request.may_stop_early else None
         self._num_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
-        self.sizes: Sizes | None = None
+        self.sizes: SizeSearch | None = None
         self.enough: int | None = None  # what is enough, and fits by far
 
     def run(self, candidates: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class _Search:
                 # Where freed memory goes back at once, all steps meet the same: one more tells chance from size.
                 as_measured = partial(self._on_all_ranks, trial.measure)
                 noise = _NOISE if is_steady else _NOISE_OF_GLIBC
-                self.sizes = sizes = Sizes(
+                self.sizes = sizes = SizeSearch(
                     as_measured,
                     candidates,
                     self._budget_bytes,
@@ -116,7 +116,7 @@ class _Search:
         if self.enough is not None and meter.device.type == "cpu":  # as a rule, what runs leaves a fifth of the budget
             keep_freed_memory_on_the_host()
 
-    def _find_enough(self, sizes: Sizes, times: StepTimes) -> int | None:
+    def _find_enough(self, sizes: SizeSearch, times: StepTimes) -> int | None:
         ranks = self._ranks
         return find_enough(
             sizes, self._request.suffices, partial(_largest, times.enough, ranks),
@@ -301,7 +301,7 @@ def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     return wanted if has_answer else None
 
 
-def _predicted(sizes: Sizes, enough: int | None) -> list[tuple[int, int]]:
+def _predicted(sizes: SizeSearch, enough: int | None) -> list[tuple[int, int]]:
     """Return two points of the bound by which a size is enough, or of the line by which no larger one fits."""
     largest = sizes.largest
     assert largest is not None
@@ -314,7 +314,7 @@ def _predicted(sizes: Sizes, enough: int | None) -> list[tuple[int, int]]:
     return [(size, int(line.at(size))) for size in (ends[0], ends[-1])]
 
 
-def _unrounded(sizes: Sizes) -> int | None:
+def _unrounded(sizes: SizeSearch) -> int | None:
     """Return the largest size that the line allows above an answer that memory bounds; None if there is none."""
     if sizes.low + 1 == len(sizes.candidates) or (line := sizes.line()) is None or line.slope <= 0:
         return None

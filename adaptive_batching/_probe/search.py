@@ -50,7 +50,7 @@ class Line:
         return self.size + (budget_bytes - self.peak_bytes) / self.slope if self.slope > 0 else math.inf
 
 
-class Sizes:
+class SizeSearch:
     """The candidates of a search, what has run of them, and what that says of the others.
 
     Args:
@@ -241,13 +241,13 @@ class Sizes:
         return within if is_straight else min((within + max(self._surely(), line.size)) / 2, LEAP * line.size)
 
 
-def predict(sizes: Sizes) -> None:
+def predict(sizes: SizeSearch) -> None:
     """Follow the line through the two largest sizes that fitted; see the module."""
     while (index := sizes.goal()) is not None:
         sizes.run(index)
 
 
-def power_of_two(sizes: Sizes) -> None:
+def power_of_two(sizes: SizeSearch) -> None:
     """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
     every = isinstance(sizes.candidates, list)  # else 1, 2, 3, ...
     powers = [2**k - 1 for k in range(sizes.candidates[-1].bit_length())]
@@ -256,7 +256,7 @@ def power_of_two(sizes: Sizes) -> None:
             return
 
 
-def binary_search(sizes: Sizes) -> None:
+def binary_search(sizes: SizeSearch) -> None:
     """Double until a size fails, then bisect."""
     power_of_two(sizes)
     while sizes.is_open:
@@ -277,7 +277,7 @@ class StepTimes(Protocol):
 
 
 def find_enough(
-    sizes: Sizes,
+    sizes: SizeSearch,
     suffices: int | None,
     enough: Callable[[], int | None] = lambda: None,
     is_worth: Callable[[int, int], bool] = lambda small, large: True,

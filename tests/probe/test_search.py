@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._probe.search import BY_FAR, SEARCHES, WORTH, Sizes, find_enough
+from adaptive_batching._probe.search import BY_FAR, SEARCHES, WORTH, SizeSearch, find_enough
 from adaptive_batching._probe.sizes import Measurement, candidate_sizes
 from adaptive_batching._step.forward_times import ForwardTimes
 
@@ -51,11 +51,11 @@ class Device:
         strains = batch_size > self.trains_up_to
         return first.followed_by(Measurement(batch_size, True, first.peak_bytes, retries=int(strains)))
 
-    def sizes(self, candidates: Sequence[int], *, repeats: bool = False) -> Sizes:
+    def sizes(self, candidates: Sequence[int], *, repeats: bool = False) -> SizeSearch:
         tells_up_to = 0.0 if repeats else 1.0
-        return Sizes(self.measure, candidates, self.budget, self.resting, self.repeat, 0.01, tells_up_to)
+        return SizeSearch(self.measure, candidates, self.budget, self.resting, self.repeat, 0.01, tells_up_to)
 
-    def search(self, name: str, candidates: Sequence[int], *, repeats: bool = False) -> Sizes:
+    def search(self, name: str, candidates: Sequence[int], *, repeats: bool = False) -> SizeSearch:
         sizes = self.sizes(candidates, repeats=repeats)
         SEARCHES[name](sizes)
         while sizes.largest is not None and not sizes.confirm():
