@@ -30,7 +30,7 @@ from itertools import count
 from adaptive_batching._step.split import FORWARD_COST, SplitRule, samples_within, split_samples
 
 Drawn = tuple[int, int]  # a sample: the rank that drew it, and its index there
-Sample = tuple[int, int, int]  # its tokens, and where it was drawn
+PlacedSample = tuple[int, int, int]  # its tokens, and where it was drawn
 Parts = list[list[list[Drawn]]]  # of each rank, by turn; all have as many, of which some may be empty
 
 # Share of a turn's time that is not worth sending samples for: forwards of one size differ by as much.
@@ -161,7 +161,7 @@ def _unbalanced(lengths: Sequence[Sequence[int]], cost: SampleCost, limit: int |
     ]
 
 
-def _end_to_end(samples: Sequence[Sample], cost: SampleCost, speeds: Sequence[float], limit: int | None) -> Parts:
+def _end_to_end(samples: Sequence[PlacedSample], cost: SampleCost, speeds: Sequence[float], limit: int | None) -> Parts:
     """Fill turn after turn with samples, from the longest on, in as few turns as they fit into."""
     least = 1
     if limit is not None:  # as many as if all parts were full
@@ -180,7 +180,12 @@ class _Turn:
     """The parts that ranks run at the same time, while they are filled."""
 
     def __init__(
-        self, waiting: Sequence[Sample], turns_left: int, cost: SampleCost, speeds: Sequence[float], limit: int | None
+        self,
+        waiting: Sequence[PlacedSample],
+        turns_left: int,
+        cost: SampleCost,
+        speeds: Sequence[float],
+        limit: int | None,
     ) -> None:
         work = sum(cost.of_sample(tokens) for tokens, _, _ in waiting) / turns_left + len(speeds) * cost.fixed
         longest = cost.of_part([tokens for tokens, _, _ in waiting[:1]])
@@ -218,12 +223,14 @@ class _Turn:
         return self._limit is None or not self._tokens[rank] or self._tokens[rank] + tokens <= self._limit
 
 
-def _sorted_in_runs(samples: Sequence[Sample], cost: SampleCost, speeds: Sequence[float], limit: int | None) -> Parts:
+def _sorted_in_runs(
+    samples: Sequence[PlacedSample], cost: SampleCost, speeds: Sequence[float], limit: int | None
+) -> Parts:
     """Cut sorted samples into one run for each rank and turn, in as many turns as take the least time."""
     ranks = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])  # the longest samples go to the fastest
 
-    def runs_within(time: float, num_turns: int) -> list[list[Sample]] | None:
-        runs, start = list[list[Sample]](), 0
+    def runs_within(time: float, num_turns: int) -> list[list[PlacedSample]] | None:
+        runs, start = list[list[PlacedSample]](), 0
         for rank in ranks * num_turns:
             end = start
             if start < len(samples):
@@ -236,7 +243,7 @@ def _sorted_in_runs(samples: Sequence[Sample], cost: SampleCost, speeds: Sequenc
         return runs if start >= len(samples) else None
 
     longest = [tokens for tokens, _, _ in samples[:1]]
-    best, best_time = list[list[Sample]](), math.inf
+    best, best_time = list[list[PlacedSample]](), math.inf
     for num_turns in count(1):
         least = cost.of_part(longest) / max(speeds)
         most = (1 + _TOLERANCE) * cost.of_part(longest * len(samples)) / max(speeds)  # all in the first part
