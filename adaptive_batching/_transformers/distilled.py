@@ -13,7 +13,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from adaptive_batching._transformers.generated import GeneratedRun, LossWork, RowsPart, by_itself, returning, uncounted
+from adaptive_batching._transformers.generated import (
+    CompletionsWork,
+    GeneratedRun,
+    RowsPart,
+    by_itself,
+    returning,
+    uncounted,
+)
 from adaptive_batching._transformers.generated_rows import Numbers, PreparedBatch, Rows, method_of_trl, owner_of_method
 from adaptive_batching._transformers.handed_out import replaced
 
@@ -69,7 +76,7 @@ class HiddenRows(Rows):
 class DistilledRun(GeneratedRun):
     """The adaptive part of a run of ``DistillationTrainer``."""
 
-    rows_of, forward_work = HiddenRows, LossWork
+    rows_of, forward_work = HiddenRows, CompletionsWork
 
     @property
     def models(self) -> list[nn.Module]:

@@ -122,7 +122,7 @@ class RowsWork(Work[Any, RowsPart, Any]):
         return replace(failed, unit="tokens") if self._run.rows.packed else failed
 
 
-class LossWork(RowsWork):
+class CompletionsWork(RowsWork):
     """Forward and backward of prepared batches, each of which leaves the gradient of TRL's loss of all of it."""
 
     def split(self, groups: Sequence[PreparedBatch]) -> Iterator[list[RowsPart]]:
@@ -153,7 +153,7 @@ class Call:
     more: Mapping[str, Any]
 
 
-class NumbersWork(RowsWork):
+class ForwardWork(RowsWork):
     """Log-probabilities without a gradient."""
 
     everything = "the completions"
@@ -176,7 +176,7 @@ class GeneratedRun:
     """The adaptive part of a run that generates, available as ``trainer.adaptive``; printed, what it has found."""
 
     rows_of: Callable[[Any], Rows] = Rows
-    forward_work: type[RowsWork] = NumbersWork
+    forward_work: type[RowsWork] = ForwardWork
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class GeneratedRun:
             trainer.args.device, lambda part, seconds: self.row_size.observe(part.tokens, seconds)
         )
         """Of parts that are learned from."""
-        self._work = LossWork(self, trainer.args.device)
+        self._work = CompletionsWork(self, trainer.args.device)
         self._forward_work = self.forward_work(self, trainer.args.device)  # what runs without a gradient
         self._parallel = DataParallel(self.ranks, self.parameters)
         recovers = settings.recover_from_oom is not False
