@@ -21,7 +21,13 @@ from adaptive_batching._transformers.generated import (
     returning,
     uncounted,
 )
-from adaptive_batching._transformers.generated_rows import Numbers, PreparedBatch, Rows, method_of_trl, owner_of_method
+from adaptive_batching._transformers.generated_rows import (
+    PreparedBatch,
+    Rows,
+    TokenValues,
+    method_of_trl,
+    owner_of_method,
+)
 from adaptive_batching._transformers.handed_out import replaced
 
 HIDDEN = "_get_last_hidden_state"
@@ -49,7 +55,7 @@ class _Has(nn.Module):
 
 
 class HiddenRows(Rows):
-    """Runs some rows through the backbone of a student or a teacher: their numbers are hidden states, [rows, c, h]."""
+    """Runs some rows through the backbone of a student or a teacher: their values are hidden states, [rows, c, h]."""
 
     what = "hidden states"
     num_others = 0
@@ -65,7 +71,7 @@ class HiddenRows(Rows):
 
     def run(
         self, model: nn.Module, batch: PreparedBatch, rows: Sequence[int], **more: Any
-    ) -> tuple[Numbers, tuple[Any, ...]]:
+    ) -> tuple[TokenValues, tuple[Any, ...]]:
         """Return the hidden states of ``rows``, with zeros where a completion has no token; see :meth:`Rows.run`."""
         [hidden], rest = super().run(model, batch, rows, **more)
         assert hidden is not None
@@ -140,9 +146,9 @@ class DistilledRun(GeneratedRun):
         runner = self._forward_runner
         runner.begin()
         runner.add(PreparedBatch(inputs))
-        losses, entropies, numbers = map(torch.stack, zip(*(sums for _, sums in runner.end()), strict=True))
-        loss = (losses * numbers).sum() / numbers.sum().clamp(min=1)
-        mean = returning((loss, entropies.sum(), numbers.sum()))
+        losses, entropies, counts = map(torch.stack, zip(*(sums for _, sums in runner.end()), strict=True))
+        loss = (losses * counts).sum() / counts.sum().clamp(min=1)
+        mean = returning((loss, entropies.sum(), counts.sum()))
         with replaced(self._trainer, _compute_loss=mean, _forward_redirection=_call):
             return self._stock_loss(inputs)
 

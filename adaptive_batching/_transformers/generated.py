@@ -2,8 +2,8 @@
 
 What is generated stays whole: prompts, completions, rewards and the advantages within groups are TRL's. All that TRL
 computes from a model are log-probabilities and entropies, by one method. Here that runs some rows of the batch, and has
-numbers without a graph for the others. TRL's own loss of the *whole* batch then gives each row the gradient that it has
-in it, whatever the type of loss. A last call, on the numbers of all rows and without the model, is TRL's loss with its
+values without a graph for the others. TRL's own loss of the *whole* batch then gives each row the gradient that it has
+in it, whatever the type of loss. A last call, on the values of all rows and without the model, is TRL's loss with its
 metrics, once.
 """
 
@@ -48,10 +48,10 @@ from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part, Work
 from adaptive_batching._transformers.generated_rows import (
     METHOD,
-    Numbers,
     PreparedBatch,
     PreparedRow,
     Rows,
+    TokenValues,
     owner_of_method,
     sample_batch,
 )
@@ -145,7 +145,7 @@ class CompletionsWork(RowsWork):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of :data:`METHOD` for numbers without a gradient, of the old policy or the reference."""
+    """A call of :data:`METHOD` for values without a gradient, of the old policy or the reference."""
 
     model: nn.Module
     batch: PreparedBatch
@@ -163,10 +163,10 @@ class ForwardWork(RowsWork):
         [self.call] = groups
         yield self.parts(self.call.batch.rows, self.call.rule, learns=False)
 
-    def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], tuple[Numbers, tuple[Any, ...]]]]:
+    def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], tuple[TokenValues, tuple[Any, ...]]]]:
         return [partial(self._run_one, part) for part in parts]
 
-    def _run_one(self, part: RowsPart) -> tuple[Numbers, tuple[Any, ...]]:
+    def _run_one(self, part: RowsPart) -> tuple[TokenValues, tuple[Any, ...]]:
         call, rows = self.call, [row.index for row in part.samples]
         with self._run.rows.around(call.model, call.batch, rows):
             return self._run.rows.run(call.model, call.batch, rows, **call.more)
@@ -295,9 +295,9 @@ class GeneratedRun:
         batch: PreparedBatch = part.samples[0].batch
 
         def some(model: Any, ids: Any, mask: Any, width: int, batch_size: Any = None, **more: Any) -> tuple[Any, ...]:
-            numbers, rest = self.rows.run(model, batch, rows, **more)
-            batch.note(rows, numbers, rest)
-            return batch.with_graph(rows, numbers)
+            values, rest = self.rows.run(model, batch, rows, **more)
+            batch.note(rows, values, rest)
+            return batch.with_graph(rows, values)
 
         known = {} if batch.entropy_mask is None else {"get_high_entropy_mask": returning(batch.entropy_mask)}
         with (
@@ -319,7 +319,7 @@ class GeneratedRun:
             trainer.accelerator.backward(loss / divisor)
 
     def rows_depend(self, batch: PreparedBatch) -> bool:
-        """Return True if the gradient of a row depends on numbers of others, as with a quantile; no model runs."""
+        """Return True if the gradient of a row depends on values of others, as with a quantile; no model runs."""
         # Until it does it is asked for each batch: a loss may change in training, and one batch need not show it.
         self._rows_depend = self._rows_depend or self._shows_dependence(batch)
         return self._rows_depend
@@ -366,7 +366,7 @@ class GeneratedRun:
 
     # Without a gradient
 
-    def numbers(
+    def token_values(
         self, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int, at_once: int | None,
         more: Mapping[str, Any],
     ) -> tuple[Any, ...]:  # fmt: skip
@@ -390,12 +390,12 @@ class GeneratedRun:
         rule = SplitRule(at_once, is_even=False) if limit.bound is None else SplitRule(by_length=True)
         runner.begin()
         runner.add(Call(model, batch, rule, more))
-        for part, (numbers, rest) in runner.end():
-            batch.note([row.index for row in part.samples], numbers, rest)
+        for part, (values, rest) in runner.end():
+            batch.note([row.index for row in part.samples], values, rest)
         return batch.found
 
     def evaluated(self, model: nn.Module, inputs: Mapping[str, Any], stock: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the loss of a batch that is evaluated: TRL's own, whose numbers come from :meth:`numbers`."""
+        """Return the loss of a batch that is evaluated: TRL's own, whose values come from :meth:`token_values`."""
         return stock()
 
     def generate(self, generate: Callable[..., Any], prompts: Sequence[Any], *more: Any, **others: Any) -> Any:
@@ -606,7 +606,7 @@ class AdaptiveScoring(AdaptiveGeneration):
         if self.adaptive is None:
             stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
             return stock(model, input_ids, attention_mask, logits_to_keep, batch_size, **more)
-        return self.adaptive.numbers(model, input_ids, attention_mask, logits_to_keep, batch_size, more)
+        return self.adaptive.token_values(model, input_ids, attention_mask, logits_to_keep, batch_size, more)
 
 
 def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:

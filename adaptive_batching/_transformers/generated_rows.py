@@ -26,12 +26,12 @@ METHOD = "_get_per_token_logps_and_entropies"
 _ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _ROUNDING_OF_SINGLE = 1e-4
 
-Numbers = list[torch.Tensor | None]
+TokenValues = list[torch.Tensor | None]
 """Log-probabilities and entropies of some rows, each [rows, completion tokens]; None for what was not asked for."""
 
 
 class PreparedBatch:
-    """A batch that TRL has prepared for one forward and backward, and the numbers of those rows that have run.
+    """A batch that TRL has prepared for one forward and backward, and the values of those rows that have run.
 
     Args:
         inputs: As ``_prepare_inputs`` returns it. Prompts, [b, p], are padded on the left, and completions, [b, c], on
@@ -50,20 +50,20 @@ class PreparedBatch:
         """Its rows, but those that nothing is learned from."""
 
         self.entropy_mask: torch.Tensor | None = None  # of tokens with a high entropy, on all ranks
-        self._found: Numbers = []  # of all rows, without a graph
+        self._found: TokenValues = []  # of all rows, without a graph
         self._rest: tuple[Any, ...] = ()
 
-    def note(self, rows: Sequence[int], numbers: Numbers, rest: tuple[Any, ...]) -> None:
-        """Keep the ``numbers`` of some rows, without their graph, and the ``rest`` of what the method has returned."""
+    def note(self, rows: Sequence[int], values: TokenValues, rest: tuple[Any, ...]) -> None:
+        """Keep the ``values`` of some rows, without their graph, and the ``rest`` of what the method has returned."""
         if not self._found:
-            self._found, self._rest = [self._stand_in(each, place) for place, each in enumerate(numbers)], rest
+            self._found, self._rest = [self._stand_in(each, place) for place, each in enumerate(values)], rest
         at = torch.tensor(rows, device=self.ids.device)
-        for found, each in zip(self._found, numbers, strict=True):
+        for found, each in zip(self._found, values, strict=True):
             if found is not None and each is not None:
                 found[at] = each.detach().to(found.dtype)
 
     def _stand_in(self, like: torch.Tensor | None, place: int) -> torch.Tensor | None:
-        """Return numbers for rows that have not run: log-probabilities at which no ratio is large, and no entropy."""
+        """Return values for rows that have not run: log-probabilities at which no ratio is large, and no entropy."""
         if like is None:
             return None
         old: torch.Tensor | None = self.inputs.get("old_per_token_logps") if place == 0 else None
@@ -71,12 +71,12 @@ class PreparedBatch:
             return like.new_zeros(len(self.ids), self.width)
         return old.detach().to(like.dtype, copy=True)
 
-    def with_graph(self, rows: Sequence[int], numbers: Numbers) -> tuple[Any, ...]:
+    def with_graph(self, rows: Sequence[int], values: TokenValues) -> tuple[Any, ...]:
         """Return what the method would return of the whole batch, where ``rows`` alone have a graph."""
         at = torch.tensor(rows, device=self.ids.device)
         full = [
             None if found is None or each is None else found.index_copy(0, at, each.to(found.dtype))
-            for found, each in zip(self._found, numbers, strict=True)
+            for found, each in zip(self._found, values, strict=True)
         ]
         return (*full, *self._rest)
 
@@ -123,8 +123,8 @@ class Rows:
 
     def run(
         self, model: nn.Module, batch: PreparedBatch, rows: Sequence[int], **more: Any
-    ) -> tuple[Numbers, tuple[Any, ...]]:
-        """Return the numbers of ``rows``, [rows, c], and the rest of what the method returns.
+    ) -> tuple[TokenValues, tuple[Any, ...]]:
+        """Return the values of ``rows``, [rows, c], and the rest of what the method returns.
 
         Args:
             model: The policy or its reference.
@@ -146,7 +146,7 @@ class Rows:
 
     def _run_packed(
         self, model: nn.Module, ids: torch.Tensor, seen: torch.Tensor, width: int, more: Mapping[str, Any]
-    ) -> tuple[Numbers, tuple[Any, ...]]:
+    ) -> tuple[TokenValues, tuple[Any, ...]]:
         completions, row = seen[:, -width:], ids[seen][None]
         labels = ids.masked_fill(~seen, IGNORED)
         labels[:, :-width] = IGNORED
@@ -161,12 +161,12 @@ class Rows:
 
         values = self._method(in_a_row, row, torch.ones_like(row), row.shape[1] - 1, **more)
         is_target = labels[0, 1:] != IGNORED
-        numbers = [None if each is None else _spread(each[0][is_target], completions) for each in values[:2]]
-        return numbers, tuple(values[2:])
+        token_values = [None if each is None else _spread(each[0][is_target], completions) for each in values[:2]]
+        return token_values, tuple(values[2:])
 
     def _run_padded(
         self, model: nn.Module, ids: torch.Tensor, seen: torch.Tensor, width: int, more: Mapping[str, Any]
-    ) -> tuple[Numbers, tuple[Any, ...]]:
+    ) -> tuple[TokenValues, tuple[Any, ...]]:
         prompt = ids.shape[1] - width
         columns = seen.any(0).nonzero().flatten().tolist() or [prompt]
         first, last = min(columns[0], prompt - 1), max(columns[-1], prompt) + 1
@@ -176,11 +176,11 @@ class Rows:
         called = partial(model, position_ids=positions) if first else model
         values = self._method(called, ids, seen.long(), last - prompt, **more)
         missing = width - (last - prompt)
-        numbers = [None if each is None else _widened(each, missing) for each in values[:2]]
-        return numbers, tuple(values[2:])
+        token_values = [None if each is None else _widened(each, missing) for each in values[:2]]
+        return token_values, tuple(values[2:])
 
     def pack_if_alike(self, model: nn.Module, batch: PreparedBatch, half: Sequence[torch.dtype]) -> str | None:
-        """Have rows packed if that gives the numbers of padded ones; return why not, in words, else None.
+        """Have rows packed if that gives the values of padded ones; return why not, in words, else None.
 
         The rows of ``batch`` run both ways, without dropout.
 
