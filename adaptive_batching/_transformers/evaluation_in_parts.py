@@ -26,7 +26,7 @@ Predicted = tuple[Any, Any, Any]
 
 @dataclass(frozen=True)
 class _Part:
-    samples: Sequence[int]  # numbers of those of the batch
+    samples: Sequence[int]  # indices of those of the batch
     batch: Any
     predicted: Predicted
 
@@ -72,19 +72,19 @@ class EvaluationInParts:
         if self._batcher.state is None:  # the trainer is as it is to be by now
             self._batcher.state = state_of(self._trainer)
         lengths = [1 if length is None else max(length(sample), 1) for sample in samples]
-        longest_first = sorted(range(len(samples)), key=lambda number: lengths[number], reverse=True)
+        longest_first = sorted(range(len(samples)), key=lambda index: lengths[index], reverse=True)
         metrics = trl_metrics_of(self._trainer)
         before = {} if metrics is None else metrics.lengths()
         parts: list[_Part] = []
 
         def forward(rows: range) -> Sequence[int]:
-            numbers = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]
-            batch = collated([samples[number] for number in numbers], self._trainer.data_collator)
-            parts.append(_Part(numbers, batch, predict(batch)))
-            return numbers
+            indices = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]
+            batch = collated([samples[index] for index in indices], self._trainer.data_collator)
+            parts.append(_Part(indices, batch, predict(batch)))
+            return indices
 
         with self._number_of_all(samples):
-            self._batcher.run([lengths[number] for number in longest_first], forward)
+            self._batcher.run([lengths[index] for index in longest_first], forward)
         if len(parts) == 1:
             return parts[0].predicted
         losses, logits, labels = zip(*(part.predicted for part in parts), strict=True)

@@ -144,7 +144,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._gathered_first: list[FSDPModule] = []
         self._filler: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._batches: list[Any] = []  # that run
-        self._numbers: list[float] = []  # of the losses in each
+        self._counts: list[float] = []  # of the losses in each
         self._rows: list[Row | None] = []  # that they are laid out in
         self._parallel = DataParallel(ranks, self.parameters, self.models)
         remedy = "leave micro_batch_size out, or train without adaptive"
@@ -182,7 +182,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._parallel.sum_gradients(1 / self._parallel.ranks.size)
         if self._metrics is not None:
             ranks, takes_number = self._parallel.ranks, self.kind.takes_number
-            self._metrics.end_step(self._batches, self._numbers, ranks, takes_number=takes_number)
+            self._metrics.end_step(self._batches, self._counts, ranks, takes_number=takes_number)
         self._batches, self._rows = [], []
         return torch.stack(losses).sum()
 
@@ -405,16 +405,16 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         ]
         made = [(part, batch, row) for part, batch, row in made if batch is not None]
         self._batches, self._rows = [batch for _, batch, _ in made], [row for *_, row in made]
-        numbers = [self.kind.count(batch, len(part.samples)) for part, batch, _ in made]
-        self._numbers = [*map(float, numbers)]
-        total = self._total(self._batches, numbers)  # a collate function that masks at random has other targets now
+        counts = [self.kind.count(batch, len(part.samples)) for part, batch, _ in made]
+        self._counts = [*map(float, counts)]
+        total = self._total(self._batches, counts)  # a collate function that masks at random has other targets now
         noise = self._noise_of([part for part, *_ in made])
         runs: list[Callable[[], torch.Tensor]] = [
             partial(self._run_row, batch, row, number, total, len(made), part, times)
-            for (part, batch, row), number, times in zip(made, numbers, noise, strict=True)
+            for (part, batch, row), number, times in zip(made, counts, noise, strict=True)
         ]
         given = sum(len(part.samples) for part in weighted)
-        if self._num_drawn is not None and self.kind.rows and sum(numbers) != given:
+        if self._num_drawn is not None and self.kind.rows and sum(counts) != given:
             runs[:1] = [self._refuse_to_leave_out]  # within a run, whose error other ranks are told
         runs += [self._run_nothing] * (len(weighted) - len(made))
         runs += [self._run_filler] * (len(parts) - len(weighted))
@@ -468,13 +468,13 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return limit
         return self._row_size.tokens(self.tokens(samples), limit)
 
-    def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
+    def _total(self, batches: list[Any], counts: list[Any]) -> Any:
         if self.kind.takes_number:
             # The ranks ask each other on the host: one whose device is full would leave the others waiting.
             gather = lambda number: torch.tensor(self._parallel.ranks.gather(int(number)))  # noqa: E731
             with replaced(self._trainer.accelerator, gather=gather):
                 return int(self._trainer._get_num_items_in_batch(batches, torch.device("cpu")))
-        return sum(numbers) if self._num_drawn is None else self._num_drawn
+        return sum(counts) if self._num_drawn is None else self._num_drawn
 
     def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)

@@ -84,14 +84,14 @@ class TrlMetrics:
             self._before = {key: list(values) for key, values in self._by_mode["train"].items()}
             self._tokens_before = self._trainer._total_train_tokens
 
-    def end_step(self, batches: Sequence[Any], numbers: Sequence[float], ranks: Ranks, *, takes_number: bool) -> None:
+    def end_step(self, batches: Sequence[Any], counts: Sequence[float], ranks: Ranks, *, takes_number: bool) -> None:
         """Make what parts have counted since :meth:`begin_step` that of the step on all ranks, as one batch.
 
         TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
 
         Args:
             batches: That have run as parts.
-            numbers: Of the losses in each.
+            counts: Of the losses in each.
             ranks: That train together.
             takes_number: True if the loss is a sum that is divided by a number which is given.
         """
@@ -100,15 +100,15 @@ class TrlMetrics:
             return
         metrics = trainer._metrics["train"]
         new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
-        ran = zip(batches, numbers, strict=True)
+        ran = zip(batches, counts, strict=True)
         counted = [(batch, number) for batch, number in ran if number or takes_number]  # others count nothing
         tokens = trainer._total_train_tokens - self._tokens_before
         here = shares(new, counted)
-        of_ranks, counts = zip(*ranks.gather((here, tokens)), strict=True)
+        of_ranks, tokens_of_ranks = zip(*ranks.gather((here, tokens)), strict=True)
         for key in here:
             value = metric_of(key, (of_rank[key] for of_rank in of_ranks if key in of_rank))
             metrics[key] = [*before.get(key, ()), value]
-        trainer._total_train_tokens = self._tokens_before + sum(counts)
+        trainer._total_train_tokens = self._tokens_before + sum(tokens_of_ranks)
         metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
