@@ -25,7 +25,7 @@ Predicted = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PredictedPart:
     samples: Sequence[int]  # indices of those of the batch
     batch: Any
     predicted: Predicted
@@ -80,7 +80,7 @@ class EvaluationInParts:
         def forward(rows: range) -> Sequence[int]:
             indices = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]
             batch = collated([samples[index] for index in indices], self._trainer.data_collator)
-            parts.append(_Part(indices, batch, predict(batch)))
+            parts.append(_PredictedPart(indices, batch, predict(batch)))
             return indices
 
         with self._number_of_all(samples):
@@ -102,7 +102,7 @@ class EvaluationInParts:
         loss = _sum(losses, [1.0] * len(losses)) if of_all else _mean(losses, weights)
         return loss, _joined(logits, order), _joined(labels, order)
 
-    def _divided_by(self, part: _Part, targets: float) -> float:
+    def _divided_by(self, part: _PredictedPart, targets: float) -> float:
         """Return what ``Trainer`` divides the sum of a part by: before transformers 5.16, not the number of targets."""
         if self._trainer.args.world_size > 1:
             return targets
