@@ -35,7 +35,7 @@ from adaptive_batching._step.row_size import first_row
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
-from adaptive_batching._transformers.handed_out import PairLength, alone
+from adaptive_batching._transformers.handed_out import PairLength, without_gathering
 from adaptive_batching._transformers.loss_kind import LossKind, add_up_together, find_loss_kind
 from adaptive_batching._transformers.refusals import check_batch_samples, check_data, check_trainer, rebalances
 from adaptive_batching._transformers.sharded import shard
@@ -368,7 +368,7 @@ class AdaptiveRun:
         try:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
-            with alone(trainer):
+            with without_gathering(trainer):
                 check_batch_samples(trainer, [collated([sample], trainer.data_collator) for sample in data.some[:2]])
             kind, module, samples = self._find_loss_kind(data, splits=splits)
             trainer.loss_is_scaled_for_ga = kind.takes_number

@@ -78,7 +78,7 @@ def check_rows(
     pieces = pieces_of(row, kind.key)
     if not pieces:
         raise NoRowError("no sample has targets")
-    batches, watch, parameters = [piece.alone() for piece in pieces], Watch(), step.parameters()
+    batches, watch, parameters = [piece.batch() for piece in pieces], Watch(), step.parameters()
     numbers = [kind.count(batch, 1) for batch in batches]
     total = sum(numbers)
 
@@ -119,7 +119,7 @@ def check_rows(
     if off > rounding:
         return f"the gradient of a row is {percent(off)} off that of its samples"
     rows = with_another_first(pieces, model, kind.key, kind.no_target)
-    number = sum(kind.count(piece.alone(), 1) for piece in rows[0])
+    number = sum(kind.count(piece.batch(), 1) for piece in rows[0])
     carried = Carried(model)
     leak, rounding = error(*([in_row(row, number, carried.on)] for row in rows))
     if ranks.any((name := carried.module()) is not None):
@@ -269,7 +269,7 @@ class Piece:
     tokens: dict[str, torch.Tensor]  # [tokens, ...]
     others: dict[str, Any]  # as in a batch of this sample
 
-    def alone(self) -> dict[str, Any]:
+    def batch(self) -> dict[str, Any]:
         """Return it as a batch."""
         return {**{key: value[None] for key, value in self.tokens.items()}, **self.others}
 

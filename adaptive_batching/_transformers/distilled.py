@@ -17,9 +17,9 @@ from adaptive_batching._transformers.generated import (
     CompletionsWork,
     GeneratedRun,
     RowsPart,
-    by_itself,
     returning,
     uncounted,
+    without_other_ranks,
 )
 from adaptive_batching._transformers.generated_rows import (
     PreparedBatch,
@@ -123,7 +123,7 @@ class DistilledRun(GeneratedRun):
 
         with (
             uncounted(trainer),
-            by_itself(trainer),
+            without_other_ranks(trainer),
             replaced(trainer, _compute_loss=noted, _forward_redirection=_call, **{HIDDEN: hidden_of}),
             self.rows.around(nn.ModuleList(self.models), batch, rows),
         ):

@@ -55,7 +55,7 @@ from adaptive_batching._transformers.generated_rows import (
     owner_of_method,
     sample_batch,
 )
-from adaptive_batching._transformers.handed_out import alone, replaced
+from adaptive_batching._transformers.handed_out import replaced, without_gathering
 from adaptive_batching._transformers.kept_completions import load_completions, save_completions
 from adaptive_batching._transformers.refusals import check_parallelism
 from adaptive_batching._transformers.trainer_probe import without_ddp
@@ -302,7 +302,7 @@ class GeneratedRun:
         known = {} if batch.entropy_mask is None else {"get_high_entropy_mask": returning(batch.entropy_mask)}
         with (
             uncounted(trainer),
-            by_itself(trainer),
+            without_other_ranks(trainer),
             replaced(trainer, **{METHOD: some}, **known),
             self.rows.around(self._model, batch, rows),
             self.timer.around(part) if part.learns else torch.no_grad(),
@@ -342,7 +342,12 @@ class GeneratedRun:
                 for leaf, value in zip(leaves, own, strict=True)
             ]
             method = returning((*filled, *[None] * self.rows.num_others))
-            with uncounted(trainer), by_itself(trainer), replaced(trainer, **{METHOD: method}), torch.enable_grad():
+            with (
+                uncounted(trainer),
+                without_other_ranks(trainer),
+                replaced(trainer, **{METHOD: method}),
+                torch.enable_grad(),
+            ):
                 loss = trainer._compute_loss(self._model, inputs)
             found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
             gradients += [torch.cat([each.flatten() for each in found if each is not None] or [leaves[0].flatten()])]
@@ -645,13 +650,13 @@ def check_generating(trainer: Any, settings: AdaptiveBatchingConfig, given: Mapp
 
 
 @contextlib.contextmanager
-def by_itself(trainer: Any) -> Iterator[None]:
+def without_other_ranks(trainer: Any) -> Iterator[None]:
     """Have nothing of a loss wait for other ranks inside, which run their parts at other times."""
 
     def unpadded(value: Any, *args: Any, **kwargs: Any) -> Any:
         return value
 
-    with alone(trainer), replaced(trainer.accelerator, pad_across_processes=unpadded):
+    with without_gathering(trainer), replaced(trainer.accelerator, pad_across_processes=unpadded):
         yield
 
 

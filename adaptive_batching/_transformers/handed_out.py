@@ -294,19 +294,19 @@ def reading(data: Any, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(trainer: Any) -> Iterator[None]:
+def without_gathering(trainer: Any) -> Iterator[None]:
     """Have ``trainer`` gather nothing from other ranks inside, as TRL gathers metrics in every forward.
 
-    In a rehearsal it is :func:`unheard`, too.
+    In a rehearsal it is :func:`unlogged`, too.
     """
     names = ("gather", "gather_for_metrics", "reduce")
-    around = unheard(trainer) if _state.rehearsing else contextlib.nullcontext()
+    around = unlogged(trainer) if _state.rehearsing else contextlib.nullcontext()
     with replaced(trainer.accelerator, **dict.fromkeys(names, lambda value, *args, **kwargs: value)), around:
         yield
 
 
 @contextlib.contextmanager
-def unheard(trainer: Any) -> Iterator[None]:
+def unlogged(trainer: Any) -> Iterator[None]:
     """Have nothing reach loggers, callbacks or the history of ``trainer`` inside, such as what a loss logs."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:

@@ -28,11 +28,11 @@ from adaptive_batching._step.judge import WithoutChance, error_of_sum, find_batc
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
-    alone,
     count_numbers,
     replaced,
     rows_of,
-    unheard,
+    unlogged,
+    without_gathering,
 )
 from adaptive_batching._transformers.losses_of_groups import (
     Losses,
@@ -202,7 +202,12 @@ def add_up_together(trainer: Any, kind: LossKind, samples: Sequence[Sample], ran
         return True
     try:
         drawn = draws_put_back(trainer.data_collator)
-        with drawn, unheard(trainer), rehearsal(state_of(trainer), trainer.args.device) as start_over, alone(trainer):
+        with (
+            drawn,
+            unlogged(trainer),
+            rehearsal(state_of(trainer), trainer.args.device) as start_over,
+            without_gathering(trainer),
+        ):
             tried = _Trials(trainer, samples, start_over, one_by_one_as=replace(kind, factor=1.0, rows=0))
             adds_up = tried.kind()[0] is not None
     except Exception as error:  # of a collate function that takes no samples of different kinds
@@ -216,9 +221,14 @@ def _find_loss_kind(
     trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int, longest: int | None = None, *, splits: bool
 ) -> tuple[LossKind, str | None]:
     name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
-    # Unheard first, as what a rehearsal puts back each time includes the attributes of a trainer.
+    # Unlogged first, as what a rehearsal puts back each time includes the attributes of a trainer.
     drawn = draws_put_back(trainer.data_collator)
-    with drawn, unheard(trainer), rehearsal(state_of(trainer), trainer.args.device) as start_over, alone(trainer):
+    with (
+        drawn,
+        unlogged(trainer),
+        rehearsal(state_of(trainer), trainer.args.device) as start_over,
+        without_gathering(trainer),
+    ):
         tried = _Trials(trainer, samples, start_over, most, longest)
         if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
             tried.check_that_ranks_are_alone(name, ranks)

@@ -34,11 +34,11 @@ from adaptive_batching._transformers.declared import state_of, trl_metrics_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,
-    alone,
     is_left_out,
     replaced,
     rows_of,
-    unheard,
+    unlogged,
+    without_gathering,
 )
 from adaptive_batching._transformers.loss_kind import LossKind, beside_each_other, kinds_of
 from adaptive_batching._transformers.neftune import NeftuneNoise
@@ -432,7 +432,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         for unit in self._gathered_first:
             unit.unshard()
-        with alone(self._trainer):
+        with without_gathering(self._trainer):
             loss = run()
         end_forward(self.models[1:])  # so that the next part gathers them again
         return loss
@@ -442,7 +442,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         number = self.kind.count(batch, 1) if self.kind.takes_number else None
         self._trainer.current_gradient_accumulation_steps = 1
         self._filler_state.save()
-        with self._around(row), unheard(self._trainer):
+        with self._around(row), unlogged(self._trainer):
             inputs = batch if row is None else row.inputs
             loss = run_without_weight(self._trainer, partial(self._forward_backward, inputs, number))
         self._filler_state.end(put_back=True)

@@ -29,8 +29,8 @@ from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._state import Saved, State
 from adaptive_batching._transformers.handed_out import (
     Sample,
-    alone,
-    unheard,
+    unlogged,
+    without_gathering,
 )
 from adaptive_batching._transformers.row_of_samples import RowAttention
 from adaptive_batching._transformers.sharded import sharded_besides
@@ -60,7 +60,12 @@ def probe(
     kind, device = step.kind, trainer.args.device
     prepared = _prepared(trainer, keeps=bool(step.models))
     end_forward(step.models)
-    with _structure_kept(trainer, step.state), prepared as (trained, optimizer), alone(trainer), unheard(trainer):
+    with (
+        _structure_kept(trainer, step.state),
+        prepared as (trained, optimizer),
+        without_gathering(trainer),
+        unlogged(trainer),
+    ):
         others = sharded_besides(trainer, trained)
         models = nn.ModuleList([trained, *others.values()]) if others else trained
 
