@@ -78,7 +78,7 @@ def check_rows(
     pieces = pieces_of(row, kind.key)
     if not pieces:
         raise NoRowError("no sample has targets")
-    batches, watch, parameters = [piece.batch() for piece in pieces], Watch(), step.parameters()
+    batches, watch, parameters = [piece.batch() for piece in pieces], MaskWatch(), step.parameters()
     numbers = [kind.count(batch, 1) for batch in batches]
     total = sum(numbers)
 
@@ -129,7 +129,7 @@ def check_rows(
     return None
 
 
-class Watch:
+class MaskWatch:
     """Sees which layers attend within samples, and that their masks are no others than causal order and a window."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
-from adaptive_batching._transformers.check_of_rows import Watch
+from adaptive_batching._transformers.check_of_rows import MaskWatch
 from adaptive_batching._transformers.row_of_samples import IGNORED, RowAttention
 from adaptive_batching._values import ConfigError, first_line, percent
 
@@ -189,7 +189,7 @@ class Rows:
             batch: A few short rows.
             half: The precision that is rounded to besides that of the model: of autocast, say.
         """
-        rows, watch = [row.index for row in batch.rows], Watch()
+        rows, watch = [row.index for row in batch.rows], MaskWatch()
         training = [module for module in model.modules() if module.training]
         self.packed = False
         try:
