@@ -86,7 +86,7 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A record that has been read, one of those that a page shows."""
 
     number: int
@@ -99,7 +99,7 @@ class Run:
 
 
 @dataclass
-class Row:
+class DecisionTotals:
     """A decision on the batch size, and sums over the optimizer steps until the next."""
 
     epoch: float
@@ -122,8 +122,8 @@ class Row:
     moved: int = 0
 
     @classmethod
-    def of_decision(cls, decision: Mapping[str, Any]) -> Row:
-        """Return the row of an ``epoch`` or a ``change``, without steps."""
+    def of_decision(cls, decision: Mapping[str, Any]) -> DecisionTotals:
+        """Return the totals of an ``epoch`` or a ``change``, without steps."""
         return cls(decision["epoch"], decision["batch_size"], decision["reason"], decision["global_batch_size"])
 
     @property
@@ -148,32 +148,32 @@ class Row:
             self.moved += step["moved"]
 
 
-def balance_of(rows: Sequence[Row]) -> str:
+def balance_of(totals: Sequence[DecisionTotals]) -> str:
     """Return how even the work of ranks was, in words; empty if it was not balanced."""
-    samples = sum(row.shared_samples for row in rows)
+    samples = sum(each.shared_samples for each in totals)
     if not samples:
         return ""
     slowest, unbalanced = (
-        sum(getattr(row, name) for row in rows) / samples for name in ("slowest", "slowest_unbalanced")
+        sum(getattr(each, name) for each in totals) / samples for name in ("slowest", "slowest_unbalanced")
     )
-    moved = sum(row.moved for row in rows) / samples
+    moved = sum(each.moved for each in totals) / samples
     return (
         f"the slowest has {slowest:.2f} times the mean work, and {unbalanced:.2f} times without balancing; "
         f"{100 * moved:.0f} % of the samples moved"
     )
 
 
-def rows_of(events: Events) -> list[Row]:
+def totals_of_decisions(events: Events) -> list[DecisionTotals]:
     decisions = sorted(
         [*events["epoch"], *events["change"]], key=lambda decision: (decision["step"], decision["epoch"])
     )
-    rows = [Row.of_decision(decision) for decision in decisions]
+    totals = [DecisionTotals.of_decision(decision) for decision in decisions]
     starts = [decision["step"] for decision in decisions]
     for step in events["step"]:
-        row = bisect.bisect_left(starts, step["step"]) - 1  # the last decision before the step
-        if row >= 0:
-            rows[row].add(step)
-    return rows
+        index = bisect.bisect_left(starts, step["step"]) - 1  # the last decision before the step
+        if index >= 0:
+            totals[index].add(step)
+    return totals
 
 
 def by_dataset(validations: Iterable[Event]) -> dict[str, list[Event]]:
@@ -205,7 +205,7 @@ def newest_record(folder: Path) -> Path:
     return newest
 
 
-def read_runs(paths: list[Path]) -> list[Run]:
+def read_runs(paths: list[Path]) -> list[RunRecord]:
     """Read the records of runs, each under as many of its last folders as it takes to tell it from the others."""
     records, folders = [find_record(path) for path in paths], []
     for path in records:
@@ -217,7 +217,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
             break
     else:  # a record that is named twice
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    return [Run(number, names[number], path, read_events(path)) for number, path in enumerate(records)]
+    return [RunRecord(number, names[number], path, read_events(path)) for number, path in enumerate(records)]
 
 
 def read_events(path: Path) -> Events:

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from adaptive_batching._report.events import Event, Row, Run, balance_of, by_dataset, rows_of
+from adaptive_batching._report.events import (
+    DecisionTotals,
+    Event,
+    RunRecord,
+    balance_of,
+    by_dataset,
+    totals_of_decisions,
+)
 from adaptive_batching._values import ConfigError, MemoryAmount, memory_size, plural
 
 NOT_RECORDED = "not recorded"
@@ -63,12 +70,12 @@ def from_to(first: str, last: str) -> str:
     return first if first == last else f"{first} → {last}"
 
 
-def facts(run: Run) -> list[Fact]:
+def facts(run: RunRecord) -> list[Fact]:
     """Return what a run is known by; names and order are the same for any two runs."""
-    rows, steps, probe = rows_of(run.events), run.events["step"], run.last("probe")
-    seconds, timed = sum(row.seconds for row in rows), sum(row.timed_samples for row in rows)
-    tokens, padded = sum(row.tokens for row in rows), sum(row.padded_tokens for row in rows)
-    samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(rows, run.events["validation"])
+    totals, steps, probe = totals_of_decisions(run.events), run.events["step"], run.last("probe")
+    seconds, timed = sum(each.seconds for each in totals), sum(each.timed_samples for each in totals)
+    tokens, padded = sum(each.tokens for each in totals), sum(each.padded_tokens for each in totals)
+    samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(totals, run.events["validation"])
     dropped = sum(epoch["dropped_samples"] for epoch in run.events["epoch"])
     epochs = plural(len(run.events["epoch"]), "epoch") + (
         f"; {count(dropped)} left over at their ends" if dropped else ""
@@ -79,14 +86,14 @@ def facts(run: Run) -> list[Fact]:
         said = f"{count(padded / seconds)} with padding, {timed / seconds:,.1f} samples{where}"
         speed = Fact("Tokens per second", count(tokens / seconds), said, tokens / seconds)
         said = "tokens computed for each token of the data"
-        balance = balance_of(rows)
+        balance = balance_of(totals)
         said += f"; of the devices, {balance}" if balance else ""
         padding = Fact("Padding", f"{padded / tokens:.2f}", said, padded / tokens)
     elif seconds:
         speed = Fact("Samples per second", f"{timed / seconds:,.1f}", "in steps", timed / seconds)
-    last = next((row for row in reversed(rows) if row.samples), None)
+    last = next((each for each in reversed(totals) if each.samples), None)
     return [
-        Fact("Batch size", *_batch_size(rows)),
+        Fact("Batch size", *_batch_size(totals)),
         Fact("Largest that fits", *_largest(probe, run.last("maximum"))),
         Fact("Optimizer steps", count(len(steps)), _state(run), len(steps)),
         Fact("Samples", count(samples), epochs, samples),
@@ -108,7 +115,7 @@ def change(first: Fact, second: Fact) -> str:
     return f"{100 * (second.number / first.number - 1):+,.1f} %" if first.number else ""
 
 
-def _time(run: Run, of_steps: float) -> Fact:
+def _time(run: RunRecord, of_steps: float) -> Fact:
     """Return the time of a run from its beginning to its end, and what took it, as far as that is known."""
     begun, ends, probe = run.events["run"], [*run.events["end"], *run.events["error"]], run.last("probe") or {}
     parts = {"probe": probe["waited"] if probe else 0.0, "steps": of_steps}
@@ -128,7 +135,7 @@ def _time(run: Run, of_steps: float) -> Fact:
     return Fact("Time", duration(total), said, total)
 
 
-def memory_limit(run: Run) -> tuple[int, str] | None:
+def memory_limit(run: RunRecord) -> tuple[int, str] | None:
     """Return the bytes that a run may take, as its peaks are counted, and what sets them; None if that is not known."""
     begun, total = run.last("run") or {}, (run.last("probe") or {}).get("total_bytes")
     value = ((begun.get("config") or {}).get("adaptive_batching") or {}).get("memory_limit")
@@ -143,7 +150,7 @@ def memory_limit(run: Run) -> tuple[int, str] | None:
     return limit.bytes_of(total or 0), "memory_limit"
 
 
-def _peak(run: Run) -> Fact:
+def _peak(run: RunRecord) -> Fact:
     peaks = [step["peak_bytes"] for step in run.events["step"] if step.get("peak_bytes") is not None]
     if not peaks:
         return Fact("Peak memory", NOT_RECORDED)
@@ -155,7 +162,7 @@ def _peak(run: Run) -> Fact:
     return Fact("Peak memory", memory_size(max(peaks)), more, max(peaks))
 
 
-def _state(run: Run) -> str:
+def _state(run: RunRecord) -> str:
     """Return how far a run has come."""
     ended, plan, errors = run.last("end"), run.last("plan"), run.events["error"]
     if ended is not None:
@@ -168,10 +175,10 @@ def _state(run: Run) -> str:
     return early + (f"; about {count(planned)} planned" if planned else "")
 
 
-def _batch_size(rows: list[Row]) -> tuple[str, str]:
-    if not rows:
+def _batch_size(totals: list[DecisionTotals]) -> tuple[str, str]:
+    if not totals:
         return "none yet", ""
-    first, last = rows[0], rows[-1]
+    first, last = totals[0], totals[-1]
     value = from_to(count(first.batch_size), count(last.batch_size))
     if not last.global_batch_size or last.global_batch_size == last.batch_size:
         return value, "samples per optimizer step"
@@ -193,16 +200,16 @@ def bound(probe: Event) -> str:
     return f"{probe['reason']}: about {count(fits)} fit, {rounded}"
 
 
-def reason(row: Row, before: Row | None, config: Mapping[str, Any]) -> str:
+def reason(totals: DecisionTotals, before: DecisionTotals | None, config: Mapping[str, Any]) -> str:
     """Return why a size was chosen, without the paths of this package's functions: ``doubled each epoch``."""
-    grown = re.match(rf"{_OF_PACKAGE.pattern} added (\d+)", row.reason)
+    grown = re.match(rf"{_OF_PACKAGE.pattern} added (\d+)", totals.reason)
     if grown is None or grown[1] not in _GROWTH:
-        return _OF_PACKAGE.sub(r"\1", row.reason)
+        return _OF_PACKAGE.sub(r"\1", totals.reason)
     added, function = int(grown[2]), config.get("batch_increase_function")
     every = function.get("every", 1) if isinstance(function, Mapping) else 1
     when = "each epoch" if grown[1] == "step" and every == 1 else _GROWTH[grown[1]].format(every=every)
-    doubled = before is not None and row.batch_size == 2 * before.batch_size
-    return (f"doubled {when}" if doubled else f"{count(added)} more, {when}") + row.reason[grown.end() :]
+    doubled = before is not None and totals.batch_size == 2 * before.batch_size
+    return (f"doubled {when}" if doubled else f"{count(added)} more, {when}") + totals.reason[grown.end() :]
 
 
 def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
@@ -216,19 +223,19 @@ def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
     return NOT_RECORDED, ""
 
 
-def _losses(rows: list[Row], validations: list[Event]) -> tuple[str, str]:
-    row = next((row for row in reversed(rows) if row.samples), None)
-    if row is None:
+def _losses(totals: list[DecisionTotals], validations: list[Event]) -> tuple[str, str]:
+    last = next((each for each in reversed(totals) if each.samples), None)
+    if last is None:
         return "none yet", ""
-    more = f"mean since epoch {row.epoch:g}" + (" began" if row.epoch == int(row.epoch) else "")
+    more = f"mean since epoch {last.epoch:g}" + (" began" if last.epoch == int(last.epoch) else "")
     for on, events in by_dataset(validations).items():
         least = min(events, key=lambda event: event["loss"])
         more += f"; validation{on} {loss(events[-1]['loss'])}, least {loss(least['loss'])}"
         more += f" after step {count(least['step'])}"
-    return loss(row.mean_loss), more
+    return loss(last.mean_loss), more
 
 
-def _out_of_memory(run: Run) -> tuple[str, str]:
+def _out_of_memory(run: RunRecord) -> tuple[str, str]:
     recoveries = (run.last("step") or {"recoveries": 0})["recoveries"]
     at_the_end = any("out of memory" in error["message"].lower() for error in run.events["error"])
     if not recoveries:
@@ -238,12 +245,12 @@ def _out_of_memory(run: Run) -> tuple[str, str]:
     return (f"{often}, and at the end", f"{recovered}, until the end") if at_the_end else (often, recovered)
 
 
-def model(run: Run) -> str:
+def model(run: RunRecord) -> str:
     """Return the name of the model, such as ``lora_llama3_2_1b``; empty if the record does not say."""
     return str((run.last("run") or {}).get("model", ""))
 
 
-def describe(run: Run) -> str:
+def describe(run: RunRecord) -> str:
     """Return the recipe or trainer, the device and the time of a run; empty if the record does not say."""
     begun = run.last("run")
     if begun is None:

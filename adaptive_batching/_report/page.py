@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching._report.sections as sections
-from adaptive_batching._report.events import RecordError, Run, read_runs
+from adaptive_batching._report.events import RecordError, RunRecord, read_runs
 from adaptive_batching._report.facts import describe, memory_limit, model, unrounded_maximum
 from adaptive_batching._report.sections import GIB, MIB, Curves, Html, curves_of, each_run, some, tag
 
@@ -88,7 +88,7 @@ def write_page(paths: list[Path], output: Path | None = None) -> Path:
     return output
 
 
-def _page_of(runs: list[Run]) -> str:
+def _page_of(runs: list[RunRecord]) -> str:
     most = MOST_POINTS if len(runs) <= 3 else max(3 * MOST_POINTS // len(runs), 100)
     curves = [curves_of(run.events, most) for run in runs]
     parts = [
@@ -126,7 +126,7 @@ def _page_of(runs: list[Run]) -> str:
     return page
 
 
-def _data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
+def _data_of(runs: list[RunRecord], curves: list[Curves]) -> dict[str, Any]:
     """Return what the charts of a page draw, in JSON's types."""
     return {
         "runs": [
@@ -151,7 +151,7 @@ def _data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
     }
 
 
-def _probe_data(run: Run) -> dict[str, Any] | None:
+def _probe_data(run: RunRecord) -> dict[str, Any] | None:
     probe = run.last("probe")
     if probe is None:
         return None

@@ -19,8 +19,8 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import (
     RECORD,
     VERSION,
+    DecisionTotals,
     Event,
-    Row,
     StepCost,
     Watcher,
     balance_of,
@@ -73,7 +73,7 @@ class Report(Watcher):
         self._warned_of: set[str] = set()
         self._cost: dict[str, Any] = {}
         self._page: subprocess.Popen[str] | None = None
-        self._rows: list[Row] = []
+        self._totals: list[DecisionTotals] = []
         self._found: list[tuple[str, str]] = []
         self._validations: list[Event] = []
         self._recoveries = 0
@@ -139,12 +139,12 @@ class Report(Watcher):
         with self.only_warned():
             self._note_all()
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
-        if not self._rows or (self._rows[-1].batch_size, self._rows[-1].global_batch_size) != (*sizes.values(),):
+        if not self._totals or (self._totals[-1].batch_size, self._totals[-1].global_batch_size) != (*sizes.values(),):
             self.change(epoch=epoch, step=step, reason="resumed with this size", **sizes)
 
     def epoch(self, **values: Any) -> None:
         """Record the decision at the start of an epoch, and show on the page the epochs before it."""
-        has_trained = bool(self._rows and self._rows[-1].steps)
+        has_trained = bool(self._totals and self._totals[-1].steps)
         self._write("epoch", **values)
         if has_trained and (self._page is None or self._page.poll() is not None):
             with self.only_warned(_NO_PAGE):
@@ -207,7 +207,7 @@ class Report(Watcher):
         if self._recoveries:
             times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
             shown.append(("out of memory", f"{times}, recovered"))
-        if balance := balance_of(self._rows):
+        if balance := balance_of(self._totals):
             shown.append(("devices", balance))
         for on, events in by_dataset(self._validations).items():
             last, least = events[-1], min(events, key=lambda event: event["loss"])
@@ -215,7 +215,7 @@ class Report(Watcher):
             of_set = f"{on.strip()}: " if on else ""
             shown.append(("validation loss", f"{of_set}last {losses[0]}, least {losses[1]}"))
         return [
-            *named(shown), "", *table_of_decisions(self._rows), "", *named([("record", str(self.path))])
+            *named(shown), "", *table_of_decisions(self._totals), "", *named([("record", str(self.path))])
         ]  # fmt: skip
 
     def wait_for_page(self) -> None:
@@ -258,21 +258,21 @@ class Report(Watcher):
 
     def _note_all(self) -> None:
         """Make the table from the record."""
-        self._rows = []
+        self._totals = []
         for kind, values in lines_that_count(self.path):
             self._note(kind, values)
 
     def _note(self, event: str, values: Mapping[str, Any]) -> None:
         """Update the table with an event."""
         if event == "epoch":  # an epoch that runs again, as after a resume, counts once
-            self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
+            self._totals = [each for each in self._totals if each.epoch < values["epoch"]]
             self._validations = [
                 validation for validation in self._validations if validation["epoch"] < values["epoch"]
             ]
         if event in ("epoch", "change"):
-            self._rows.append(Row.of_decision(values))
-        elif event == "step" and self._rows:
-            self._rows[-1].add(values)
+            self._totals.append(DecisionTotals.of_decision(values))
+        elif event == "step" and self._totals:
+            self._totals[-1].add(values)
         elif event == "validation":
             self._validations.append({**values})
 

@@ -10,7 +10,7 @@ from html import escape
 from itertools import accumulate
 
 import adaptive_batching._report.facts as say
-from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
+from adaptive_batching._report.events import Event, Events, RunRecord, by_dataset, totals_of_decisions
 from adaptive_batching._values import memory_size, plural
 
 MIB, GIB = 2**20, 2**30
@@ -147,7 +147,7 @@ def _coloured(number: int, name: str) -> Html:
     return tag("span", tag("span", class_=f"key c{number % _COLOURS}"), tag("span", name))
 
 
-def each_run(runs: list[Run], section: Callable[[Run], list[Html]], class_: str = "cards") -> list[Html]:
+def each_run(runs: list[RunRecord], section: Callable[[RunRecord], list[Html]], class_: str = "cards") -> list[Html]:
     """Return what a section shows of each run, under its name where there are several; nothing if that is nothing."""
     cards = []
     for run in runs:
@@ -157,7 +157,7 @@ def each_run(runs: list[Run], section: Callable[[Run], list[Html]], class_: str 
     return [tag("div", *cards, class_=class_)] if cards else []
 
 
-def summary(runs: list[Run]) -> list[Html]:
+def summary(runs: list[RunRecord]) -> list[Html]:
     """Return what the runs are known by: tiles for one, columns of a table for several."""
     facts = [
         [(fact, Html("".join([tag("span", fact.value), *some("small", fact.more)]))) for fact in say.facts(run)]
@@ -177,7 +177,7 @@ def summary(runs: list[Run]) -> list[Html]:
     return [table(header, rows, words=words, class_="compare")]
 
 
-def errors(run: Run) -> list[Html]:
+def errors(run: RunRecord) -> list[Html]:
     """Return the errors that ended a run, one of each rank that had one."""
     begun, last = run.last("run") or {}, run.last("step") or {}
     shown = []
@@ -190,7 +190,7 @@ def errors(run: Run) -> list[Html]:
     return shown
 
 
-def training(runs: list[Run], curves: list[Curves]) -> list[Html]:
+def training(runs: list[RunRecord], curves: list[Curves]) -> list[Html]:
     """Return room for the curves over the samples seen, each with its first and last value in words."""
     figures = []
     for name, (title, unit, lines) in CHARTS.items():
@@ -230,22 +230,22 @@ def _ends(name: str, column: list[float | None], chart: str) -> str:
     return f"{name}: {ends}" if name else ends
 
 
-def decisions(run: Run) -> list[Html]:
-    config, rows = (run.last("run") or {}).get("config") or {}, rows_of(run.events)
+def decisions(run: RunRecord) -> list[Html]:
+    config, totals = (run.last("run") or {}).get("config") or {}, totals_of_decisions(run.events)
     cells = [
         {
-            "epoch": f"{row.epoch:g}",
-            "batch size": say.count(row.batch_size),
-            "global batch": say.count(row.global_batch_size),
-            "steps": say.count(row.steps),
-            "samples": say.count(row.samples),
-            "mean loss": say.loss(row.mean_loss) if row.steps else "",
-            "last rate": f"{row.last_lr:.3g}" if row.steps else "",
-            "padding": f"{row.padded_tokens / row.tokens:.2f}" if row.tokens else "",
-            "s / step": f"{row.seconds / row.steps:.3g}" if row.seconds else "",
-            "why": say.reason(row, before, config),
+            "epoch": f"{each.epoch:g}",
+            "batch size": say.count(each.batch_size),
+            "global batch": say.count(each.global_batch_size),
+            "steps": say.count(each.steps),
+            "samples": say.count(each.samples),
+            "mean loss": say.loss(each.mean_loss) if each.steps else "",
+            "last rate": f"{each.last_lr:.3g}" if each.steps else "",
+            "padding": f"{each.padded_tokens / each.tokens:.2f}" if each.tokens else "",
+            "s / step": f"{each.seconds / each.steps:.3g}" if each.seconds else "",
+            "why": say.reason(each, before, config),
         }
-        for before, row in zip([None, *rows], rows, strict=False)
+        for before, each in zip([None, *totals], totals, strict=False)
     ]
     if not cells:
         return []
@@ -256,7 +256,7 @@ def decisions(run: Run) -> list[Html]:
     return [table(header, shown, words=[len(header) - 1], class_="decisions"), *some("p", cost[:1].upper() + cost[1:])]
 
 
-def recoveries(run: Run) -> list[Html]:
+def recoveries(run: RunRecord) -> list[Html]:
     """Return each step that ran out of memory and ran again."""
     rows = []
     for recovery in run.events["recovery"]:
@@ -266,7 +266,7 @@ def recoveries(run: Run) -> list[Html]:
     return [table(header, rows, words=[2, 3])] if rows else []
 
 
-def probe(run: Run) -> list[Html]:
+def probe(run: RunRecord) -> list[Html]:
     """Return what the probe has found, with room for its picture."""
     probe_event = run.last("probe")
     if probe_event is None:
@@ -283,7 +283,7 @@ def probe(run: Run) -> list[Html]:
     return [tag("p", " ".join(words)), picture, ran]
 
 
-def exploration(run: Run) -> list[Html]:
+def exploration(run: RunRecord) -> list[Html]:
     explored = run.last("exploration")
     if explored is None:
         return []
@@ -307,7 +307,7 @@ def exploration(run: Run) -> list[Html]:
     return [tag("p", words), table(header, rows, class_="explored")]
 
 
-def config(run: Run) -> list[Html]:
+def config(run: RunRecord) -> list[Html]:
     """Return the config of a run as JSON, which YAML reads, too."""
     if not (whole := (run.last("run") or {}).get("config")):
         return []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._report.events import Row, StepCost
+from adaptive_batching._report.events import DecisionTotals, StepCost
 from adaptive_batching._report.facts import first_too_large
 from adaptive_batching._values import memory_size, plural
 
@@ -58,13 +58,13 @@ def table_of_plan(epochs: Sequence[PlannedEpoch]) -> list[str]:
     return ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
 
 
-def table_of_decisions(rows: Iterable[Row]) -> list[str]:
+def table_of_decisions(totals: Iterable[DecisionTotals]) -> list[str]:
     return [
         f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why",
         *(
-            f"  {row.epoch:>5g} {row.batch_size:>10} {row.steps:>6} {row.samples:>8} {row.mean_loss:>7.3f} "
-            f"{row.last_lr:>9.2e}  {row.reason}"
-            for row in rows
+            f"  {each.epoch:>5g} {each.batch_size:>10} {each.steps:>6} {each.samples:>8} {each.mean_loss:>7.3f} "
+            f"{each.last_lr:>9.2e}  {each.reason}"
+            for each in totals
         ),
     ]
 

@@ -18,7 +18,7 @@ import pytest
 from adaptive_batching.__main__ import main
 from adaptive_batching._report import facts
 from adaptive_batching._report import page as pages
-from adaptive_batching._report.events import Run, read_events
+from adaptive_batching._report.events import RunRecord, read_events
 from adaptive_batching._report.page import write_page
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.sections import MIB
@@ -141,7 +141,7 @@ def test_a_peak_is_compared_with_what_the_whole_run_may_take(
 ) -> None:
     events: Any = {"run": [{"device": device, "config": {"adaptive_batching": settings}}], "probe": []}
     events["probe"] += [{"total_bytes": total}] * (total is not None)
-    found = facts.memory_limit(Run(0, "run", Path(), events))
+    found = facts.memory_limit(RunRecord(0, "run", Path(), events))
     assert (found and found[0]) == limit
 
 
