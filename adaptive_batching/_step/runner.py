@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # training crawl.
 _RETRIES_IN_ROW_TO_SHRINK = 3
 _RECOVERIES_IN_ROW_TO_WARN = 3
-_MOST_TOLD = 100  # recoveries that are kept for the record
+_MOST_REPORTED = 100  # recoveries that are kept for the record
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StepRunner(Generic[Samples, P, R]):
         self._failures = 0  # how often they have run out of memory
         self._steps = 0  # that have ended
         self._random_state: RandomState | None = None
-        self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_TOLD)
+        self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_REPORTED)
         self._shrank = self._ran_again = False  # since the last step ended
         self._retried: P | None = None  # a part of it whose allocator had to start over
         self._tokens_retried = 0
@@ -284,8 +284,8 @@ class StepRunner(Generic[Samples, P, R]):
                 why or "out of memory on another rank, whose error says what would help"
             ) from outcome.error
         # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
-        told = ranks.gather(None if what is None else (tokens, what))
-        failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+        failures_of_ranks = ranks.gather(None if what is None else (tokens, what))
+        failures = {rank: failure for rank, failure in enumerate(failures_of_ranks) if failure is not None}
         most_failed = max(tokens for tokens, _ in failures.values())
         if not as_they_were and (module := work.batch_dependent_module()) is not None:
             raise DoesNotFitError(failed_part.over_the_batch(module, words))

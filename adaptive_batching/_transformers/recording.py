@@ -43,8 +43,8 @@ def _watching(method: Callable[..., None]) -> Callable[..., None]:
 class Recording(TrainerCallback):
     """Tells the record of a run what happens, without waiting for the device; what goes wrong here is a warning.
 
-    When a step ends, its loss may still be on its way from the device. What is told after it waits, too, so that the
-    record keeps its order.
+    When a step ends, its loss may still be on its way from the device. What is recorded after it waits, too, so that
+    the record keeps its order.
     """
 
     def __init__(self, run: AdaptiveRun, trainer: Any) -> None:
@@ -52,7 +52,7 @@ class Recording(TrainerCallback):
         """The record while the run trains."""
 
         self._run, self._trainer = run, trainer
-        self._untold: collections.deque[tuple[Arrival | None, Callable[[], None]]] = collections.deque()
+        self._unwritten: collections.deque[tuple[Arrival | None, Callable[[], None]]] = collections.deque()
         self._ran: tuple[StepInputs, torch.Tensor] | None = None
         self._since_log = _NOTHING
         self._rate = self._last = 0.0
@@ -68,14 +68,14 @@ class Recording(TrainerCallback):
         facts = _about(self._trainer, self._run)
         report = Report(folder, resume=resumed, rank=ranks.rank, ranks=ranks.size, about=facts)
         self.report = report
-        self._untold.clear()
+        self._unwritten.clear()
         self._since_log = _NOTHING
         try:
             with report.showing_errors() if ranks.is_next_to_first else contextlib.nullcontext():
                 try:
                     yield
                 finally:
-                    self.tell()
+                    self.flush()
         finally:
             is_dropped, self.report = self.report is None, None
         if not is_dropped:
@@ -103,15 +103,15 @@ class Recording(TrainerCallback):
             values["tokens_per_second_per_device"] = cost.tokens / cost.seconds
         return values
 
-    def tell(self, *, waits: bool = False) -> None:
+    def flush(self, *, waits: bool = False) -> None:
         """Write down what has happened, up to the first loss that is not there yet unless ``waits``."""
         if self.report is not None:
             with self.report.only_warned():
-                while self._untold:
-                    arrival, write = self._untold[0]
+                while self._unwritten:
+                    arrival, write = self._unwritten[0]
                     if not (waits or arrival is None or arrival.is_there):
                         break
-                    self._untold.popleft()
+                    self._unwritten.popleft()
                     write()
 
     @_watching
@@ -188,8 +188,8 @@ class Recording(TrainerCallback):
 
     def _soon(self, write: Callable[[], None], arrival: Arrival | None = None) -> None:
         """Have something written when all before it is, and the loss in it is there."""
-        self._untold.append((arrival, write))
-        self.tell()
+        self._unwritten.append((arrival, write))
+        self.flush()
 
     def _sizes(self) -> dict[str, int]:
         return {"batch_size": self._run.batch_size, "global_batch_size": self._run.global_batch_size}

@@ -376,5 +376,5 @@ class AdaptiveTraining(TakesSettings):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.adaptive is not None and "loss" in logs:
             logs |= self._recording.metrics()
-            self._recording.tell(waits=True)  # Trainer has just waited for the device, for the mean loss
+            self._recording.flush(waits=True)  # Trainer has just waited for the device, for the mean loss
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

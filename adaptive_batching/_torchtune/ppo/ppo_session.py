@@ -103,7 +103,7 @@ class PPOSession:
 
         growth = Growth(host, run, increase, controller, stored)
         self.training = TrainingRun(host, run, settings, probed, split_policy, growth)
-        self.training.tell_plan(report)
+        self.training.report_plan(report)
 
     def _probe(self, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> tuple[Probed, int]:
         """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.

@@ -119,7 +119,7 @@ class Run:
 
         growth = Growth(host, run, increase, controller, stored)
         self.training = TrainingRun(host, run, settings, probed, split_policy, growth)
-        self.training.tell_plan(report)
+        self.training.report_plan(report)
 
     def train(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> None:
         """Train; the record of the run is told what happens before ``watchers`` are."""
@@ -326,7 +326,7 @@ class TrainingRun:
         """Take the recipe's ``hooks``, and ``watchers`` that are told what happens."""
         self.hooks, self.watchers = hooks, watchers
 
-    def tell_plan(self, report: Report) -> None:
+    def report_plan(self, report: Report) -> None:
         """Record where a resumed run goes on, and what is planned."""
         run, schedule = self.run, self.schedule.batch_schedule
         if schedule.seen_in_epoch:
