@@ -73,7 +73,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
 
     @property
-    def shares(self) -> bool:
+    def balances_ranks(self) -> bool:
         """True if this rank takes part where the samples of a step are shared out."""
         return self._sharing is not None
 

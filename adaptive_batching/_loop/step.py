@@ -335,13 +335,13 @@ class AdaptiveStep(Generic[Sample]):
         def check() -> tuple[int, bool]:
             checked.extend(self._checked(samples))
             shortest.extend([min(checked, key=lambda sample: work.tokens([sample]))] if checked else [])
-            return len(checked), work.shares
+            return len(checked), work.balances_ranks
 
-        counts, share = zip(*ranks.all_results(check), strict=True)
-        if len(set(share)) > 1:
+        counts, balances = zip(*ranks.all_results(check), strict=True)
+        if len(set(balances)) > 1:
             raise ConfigError(
-                f"samples are balanced over ranks on rank {share.index(True)} and not on rank {share.index(False)}; "
-                "give balance_ranks, and length or none, alike on all ranks"
+                f"samples are balanced over ranks on rank {balances.index(True)} and not on rank "
+                f"{balances.index(False)}; give balance_ranks, and length or none, alike on all ranks"
             )
         if any(counts) and not all(counts):
             of_ranks, failure = gathered(ranks, shortest)

@@ -77,8 +77,8 @@ class AdaptiveRun:
         self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any], listed: Sequence[Any] = ()
     ) -> None:
         check_trainer(trainer)
-        shares = settings.balance_ranks and isinstance(settings.micro_batch_size, ByLength)
-        check_data(trainer, shares=shares and trainer.args.world_size > 1, grows=settings.grows)
+        balances_ranks = settings.balance_ranks and isinstance(settings.micro_batch_size, ByLength)
+        check_data(trainer, balances_ranks=balances_ranks and trainer.args.world_size > 1, grows=settings.grows)
         self.settings = settings
         self.given = given
         """The settings as they were given."""

@@ -75,7 +75,7 @@ class EvaluationInParts:
         longest_first = sorted(range(len(samples)), key=lambda index: lengths[index], reverse=True)
         metrics = trl_metrics_of(self._trainer)
         before = {} if metrics is None else metrics.lengths()
-        parts: list[_Part] = []
+        parts: list[_PredictedPart] = []
 
         def forward(rows: range) -> Sequence[int]:
             indices = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]

@@ -238,12 +238,12 @@ def _check_fsdp(trainer: Any) -> None:
         raise ConfigError(f"{why}; train with DDP")
 
 
-def check_data(trainer: Any, *, shares: bool, grows: bool = False) -> None:
+def check_data(trainer: Any, *, balances_ranks: bool, grows: bool = False) -> None:
     """Raise ConfigError if the training data cannot be handed out as samples.
 
     Args:
         trainer: Before training.
-        shares: True if ranks share out the samples of a step.
+        balances_ranks: True if ranks share out the samples of a step.
         grows: True if the batch is to grow from one epoch to the next.
     """
     args, data = trainer.args, trainer.train_dataset
@@ -264,7 +264,7 @@ def check_data(trainer: Any, *, shares: bool, grows: bool = False) -> None:
             raise ConfigError(f"{name} a length and no items; {instead}")
         if not len(data):
             raise ConfigError(f"{name} no samples")
-    if rebalances(args) and not shares:
+    if rebalances(args) and not balances_ranks:
         raise ConfigError(
             "train_sampling_strategy='batch_rebalance' makes batches of its own; set it to 'random', with which "
             "samples are balanced over devices if micro_batch_size='auto' and balance_ranks is on"

@@ -17,7 +17,7 @@ _OVER_ANSWERS = {
 }  # fmt: skip
 """Means over the tokens of answers, of which the chosen ones (0) come first in a batch of pairs."""
 
-Share = tuple[float, float]
+Contribution = tuple[float, float]
 """A sum of values and that of their weights; for an extreme, it and 1."""
 
 
@@ -103,7 +103,7 @@ class TrlMetrics:
         ran = zip(batches, counts, strict=True)
         counted = [(batch, number) for batch, number in ran if number or takes_number]  # others count nothing
         tokens = trainer._total_train_tokens - self._tokens_before
-        here = shares(new, counted)
+        here = contributions(new, counted)
         of_ranks, tokens_of_ranks = zip(*ranks.gather((here, tokens)), strict=True)
         for key in here:
             value = metric_of(key, (of_rank[key] for of_rank in of_ranks if key in of_rank))
@@ -112,23 +112,23 @@ class TrlMetrics:
         metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
-def shares(new: Mapping[str, Sequence[float]], counted: Sequence[tuple[Any, float]]) -> dict[str, Share]:
+def contributions(new: Mapping[str, Sequence[float]], counted: Sequence[tuple[Any, float]]) -> dict[str, Contribution]:
     """Return what parts contribute to each metric: ``new`` has a value of each, and ``counted`` its batch and number.
 
     The number is that of the losses that a part is the mean of.
     """
-    return {key: _share(key, values, counted) for key, values in new.items() if values}
+    return {key: _contribution(key, values, counted) for key, values in new.items() if values}
 
 
-def metric_of(key: str, of_parts: Iterable[Share]) -> float:
-    """Return the metric ``key`` from its shares."""
+def metric_of(key: str, of_parts: Iterable[Contribution]) -> float:
+    """Return the metric ``key`` from its contributions."""
     totals, weights = zip(*of_parts, strict=True)
     if (extreme := _extreme(key)) is not None:
         return float(extreme(totals))
     return math.fsum(totals) / math.fsum(weights)
 
 
-def _share(key: str, values: Sequence[float], counted: Sequence[tuple[Any, float]]) -> Share:
+def _contribution(key: str, values: Sequence[float], counted: Sequence[tuple[Any, float]]) -> Contribution:
     if (extreme := _extreme(key)) is not None:
         return float(extreme(values)), 1.0
     weights = [_weight(key, batch, number) for batch, number in counted]
