@@ -220,8 +220,8 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             with meter.limit(min(resting + room, 2**60)):
                 losses, seconds, *_ = train(recipe)
             found.append((losses, seconds))
-            session: Any = recipe._session
-            recoveries = session.split_policy.limit.num_recoveries
+            run: Any = recipe._planned_run
+            recoveries = run.split_policy.limit.num_recoveries
             room = int(0.7 * (meter.peak_allocated_bytes() - resting))
     (free, seconds), (limited, longer) = found
     return {

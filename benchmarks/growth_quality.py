@@ -116,8 +116,8 @@ class Measured(AdaptiveBatching):
         self._start = self._now()
 
     def train(self) -> None:
-        assert self._session is not None
-        self._session.train(self, self.watchers)  # without the pictures that our recipe draws at the end
+        assert self._planned_run is not None
+        self._planned_run.train(self, self.watchers)  # without the pictures that our recipe draws at the end
         if self.curve and self.curve[-1].steps < self._steps:
             self.evaluate()
 

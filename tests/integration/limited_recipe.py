@@ -91,7 +91,7 @@ class Limited(FullFinetuneRecipeSingleDevice):
         meter.release()
         if self._extra_mib > 0:
             limit = MemoryAmount(num_bytes=meter.used_bytes() + self._extra_mib * MIB)
-            run = self._session
+            run = self._planned_run
             limited = dataclasses.replace(run.settings, memory_limit=limit)
             run.training.limited = partial(within_memory_limit, limited, run.host.device)
         super().train()

@@ -43,10 +43,10 @@ class AdaptivePPO(AdaptiveBatching):
     def _make_plan(self, cfg: DictConfig, report: Report) -> None:
         stock = StockPPO(self, cfg.ppo_batch_size)
         self._host = host_of(self, stock, Trajectories(stock), self.ranks, self._backward_optimizers)
-        run = run_of(self, int(cfg.num_steps), self.learning_rate())
-        session = PPOSession(stock, self._host, run, self._settings, self._increase, report, self._stored)
-        session.make_plan(self._cache_inputs(cfg))
-        self._session = session
+        stock_run = run_of(self, int(cfg.num_steps), self.learning_rate())
+        run = PPOSession(stock, self._host, stock_run, self._settings, self._increase, report, self._stored)
+        run.make_plan(self._cache_inputs(cfg))
+        self._planned_run = run
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
         """Let stock know how far the run is; ``global_step`` counts rollouts."""
@@ -72,8 +72,8 @@ class AdaptivePPO(AdaptiveBatching):
         self._save_both(checkpoints.WITHIN_TRAINING, f"step_{step}", is_last=is_last)
 
     def _save_both(self, epoch: int, name: str, *, is_last: bool) -> None:
-        assert self._session is not None, "set up first"
-        self._session.note_random_state()
+        assert self._planned_run is not None, "set up first"
+        self._planned_run.note_random_state()
         policy, waiting = self._policy_checkpointer, list[Any]()
         save = policy.save_checkpoint
         # That of the policy has the state, which makes a checkpoint complete, and so is saved after the value model's.

@@ -61,8 +61,8 @@ def unless_off(method: _Method) -> _Method:
     return cast("_Method", run)
 
 
-class SettledRun(Protocol):
-    """A run that is ready to train, as a recipe sees it."""
+class PlannedRun(Protocol):
+    """A run whose plan is made, as a recipe sees it."""
 
     def train(self, hooks: Any, watchers: Sequence[Watcher]) -> None: ...
 
@@ -140,7 +140,7 @@ class AdaptiveBatching:
         self._backward_optimizers = hosts.OptimizersInBackward()
         self._stored: dict[str, Any] = {}
         self._rates: list[float] | None = None
-        self._session: SettledRun | None = None
+        self._planned_run: PlannedRun | None = None
         self._report: Report | None = None
         self._warned_of_logger = False
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
@@ -163,24 +163,24 @@ class AdaptiveBatching:
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
         host = hosts.host_of(self, self.ranks, self._backward_optimizers, self.make_objective)
-        run = hosts.run_of(self, int(cfg.batch_size), self._rates)
+        stock_run = hosts.run_of(self, int(cfg.batch_size), self._rates)
         held_out = None
         if self._validation is not None and self._validation_loader is not None:
             objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
             with unchanged_random_state(self._device):
                 held_out = hold_out(self._validation, self._validation_loader, objective, host.model, self.ranks)
-        session = Run(host, run, self._settings, self._increase, report, self._stored, held_out)
-        session.make_plan(self._cache_inputs(cfg))
-        self._session, self.global_step = session, session.run.first_step
+        run = Run(host, stock_run, self._settings, self._increase, report, self._stored, held_out)
+        run.make_plan(self._cache_inputs(cfg))
+        self._planned_run, self.global_step = run, run.run.first_step
 
     def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
         return CacheInputs(cfg, resumes=bool(self._stored), stored=stored_probe_in(self._stored))
 
     @unless_off
     def train(self) -> None:
-        assert self._session is not None and self._report is not None, "set up first"
+        assert self._planned_run is not None and self._report is not None, "set up first"
         with self._at_work(self._report):
-            self._session.train(self, self.watchers)
+            self._planned_run.train(self, self.watchers)
         self._report.finish()
 
     @contextlib.contextmanager
@@ -216,11 +216,11 @@ class AdaptiveBatching:
         self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, f"step_{step}")
 
     def _save(self, epoch: int, name: str) -> None:
-        assert self._session is not None, "set up first"
+        assert self._planned_run is not None, "set up first"
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.ranks.is_first and not hosts.saves_on_every_rank(self):
             around = checkpoints.saved_as(name, (hosts.checkpointer_of(self), self._checkpoints))
-        self._session.note_random_state()
+        self._planned_run.note_random_state()
         with checkpoints.unchanged_weights(hosts.model_in_checkpoint(self)), around:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
@@ -266,7 +266,7 @@ class AdaptiveBatching:
         return loaders if isinstance(loaders, tuple) else (None, loaders)
 
     def _state_to_store(self) -> dict[str, Any] | None:
-        return None if self._session is None else self._session.state_dict()
+        return None if self._planned_run is None else self._planned_run.state_dict()
 
     @unless_off
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
