@@ -159,7 +159,7 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
 
 def without_trying_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the forward of a few samples by which recovery knows that a model can be split: it would fail."""
-    monkeypatch.setattr("adaptive_batching._torchtune.ppo.ppo_session.batch_dependent_module", lambda host: None)
+    monkeypatch.setattr("adaptive_batching._torchtune.ppo.ppo_run.batch_dependent_module", lambda host: None)
 
 
 @pytest.mark.parametrize("phase", ["rollout", "learning"])

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.ppo.ppo_session import PPOSession
+from adaptive_batching._torchtune.ppo.ppo_run import PPORun
 from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, run_of
 from adaptive_batching._torchtune.stock import checkpoints
@@ -44,7 +44,7 @@ class AdaptivePPO(AdaptiveBatching):
         stock = StockPPO(self, cfg.ppo_batch_size)
         self._host = host_of(self, stock, Trajectories(stock), self.ranks, self._backward_optimizers)
         stock_run = run_of(self, int(cfg.num_steps), self.learning_rate())
-        run = PPOSession(stock, self._host, stock_run, self._settings, self._increase, report, self._stored)
+        run = PPORun(stock, self._host, stock_run, self._settings, self._increase, report, self._stored)
         run.make_plan(self._cache_inputs(cfg))
         self._planned_run = run
 

@@ -44,7 +44,7 @@ from adaptive_batching._values import Explore
 log = logging.getLogger(__name__)
 
 
-class PPOSession:
+class PPORun:
     """A run of PPO on one device, and all that is decided before it trains.
 
     Args:
