@@ -72,7 +72,7 @@ class TrlMetrics:
                 earlier = values[: before.get((mode, key), 0)]
                 new = values[len(earlier) :]
                 if len(new) == len(counted):
-                    joined = [metric_of(key, [share]) for share in shares({key: new}, counted).values()]
+                    joined = [metric_of(key, [each]) for each in contributions({key: new}, counted).values()]
                     of_mode[key] = [*earlier, *joined]
 
     # Of a step
