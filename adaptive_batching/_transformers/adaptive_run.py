@@ -32,6 +32,7 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
 from adaptive_batching._state import State, draws_put_back
 from adaptive_batching._step.row_size import first_row
+from adaptive_batching._transformers.before_training import get_ready
 from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
@@ -384,7 +385,7 @@ class AdaptiveRun:
                     "train_sampling_strategy='batch_rebalance' needs the lengths of samples, which are unknown for "
                     "images, and does not go with neftune_noise_alpha; set it to 'random'"
                 )
-            step.get_ready(samples)
+            get_ready(step, samples)
             if splits:
                 step.check_that_parts_add_up()
             return step

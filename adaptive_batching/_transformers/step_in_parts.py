@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,13 @@ from adaptive_batching._step.data_parallel import DataParallel
 from adaptive_batching._step.failed_part import FailedPart
 from adaptive_batching._step.forward_timer import ForwardTimer
 from adaptive_batching._step.forward_times import ForwardTimes
-from adaptive_batching._step.judge import Audit, GradientsDifferError
+from adaptive_batching._step.judge import Audit
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part, in_halves
-from adaptive_batching._transformers.check_of_rows import check_rows
 from adaptive_batching._transformers.declared import state_of, trl_metrics_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -40,7 +39,7 @@ from adaptive_batching._transformers.handed_out import (
     unlogged,
     without_gathering,
 )
-from adaptive_batching._transformers.loss_kind import LossKind, beside_each_other, kinds_of
+from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.neftune import NeftuneNoise
 from adaptive_batching._transformers.older_versions import scaling_loss_func
 from adaptive_batching._transformers.row_of_samples import (
@@ -49,8 +48,8 @@ from adaptive_batching._transformers.row_of_samples import (
     RowAttention,
     row_of,
 )
-from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
-from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize, first_line, percent
+from adaptive_batching._transformers.sharded import run_without_weight, sharded_models
+from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 log = logging.getLogger(__name__)
 
@@ -117,14 +116,18 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """The limit on the tokens of a part."""
 
         self._metrics = trl_metrics_of(trainer)
-        self._noise = NeftuneNoise(trainer.model)
+        self.noise = NeftuneNoise(trainer.model)
+        """NEFTune's, if the trainer adds any."""
+
         self._batch_of: dict[int, int] = {}  # by the identity of a sample
-        self.joins_batches = joins_batches and not self._noise
+        self.joins_batches = joins_batches and not self.noise
         """True if samples of several batches may run together."""
 
-        self._trainer, self._dependent_module = trainer, dependent_module
+        self.trainer, self._dependent_module = trainer, dependent_module
         self._of_batches: list[Parts] = []  # how each batch of the step is split, where they do not join
-        self._may_be_rows = isinstance(size, ByLength) and not padding
+        self.may_be_rows = isinstance(size, ByLength) and not padding
+        """True to lay samples end to end if the model computes the same."""
+
         self.in_rows = False
         """True if samples are laid end to end here, and attention stays within each."""
 
@@ -134,23 +137,31 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if balances_ranks and self.joins_batches and ranks.size > 1 and isinstance(size, ByLength) and length:
             self.sharing = Sharing(ranks, trainer.model, waits=bool(self.models))
         self._num_drawn: int | None = None  # what this rank would divide a mean by, in a step that is shared out
-        self._label: str | None = None  # the field of a sample that is its only target
+        self.label: str | None = None
+        """The field of a sample that is its only target, if one is."""
+
         self._has_warned = False  # that some samples do not make a row
         self._row_size = RowSize(first_row(trainer.args.device.type))
         self._timer: ForwardTimer[Part] = ForwardTimer(trainer.args.device, self._observe)
-        self._targets: tuple[str, ...] = ()  # keys of what belongs to the prediction from the token before
+        self.targets: tuple[str, ...] = ()
+        """Keys of what belongs to the prediction from the token before, of rows."""
+
         self._attention = RowAttention(trainer.model)
         self._filler_state = state_of(trainer)
-        self._gathered_first: list[FSDPModule] = []
-        self._filler: list[Sample] = []  # one, to run without weight where other ranks have more parts
+        self.gathered_first: list[FSDPModule] = []
+        """Units of a sharded model that are gathered before each part."""
+
+        self.filler_samples: list[Sample] = []
+        """One, to run without weight where other ranks have more parts."""
+
         self._batches: list[Any] = []  # that run
         self._counts: list[float] = []  # of the losses in each
         self._rows: list[Row | None] = []  # that they are laid out in
-        self._parallel = DataParallel(ranks, self.parameters, self.models)
+        self.parallel = DataParallel(ranks, self.parameters, self.models)
         remedy = "leave micro_batch_size out, or train without adaptive"
         # Batches over which something computes do not add up to their union, nor are they asked to.
         audit = Audit(self, ranks, remedy, audit_every) if dependent_module is None else None
-        self.runner = StepRunner(self, self._parallel, audit=audit, recovers=recovers)
+        self.runner = StepRunner(self, self.parallel, audit=audit, recovers=recovers)
 
     def check_that_parts_add_up(self) -> None:
         """Raise ConfigError if the model computes over the batch, so that it cannot be split."""
@@ -168,20 +179,20 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """
         self.samples = [sample for batch in inputs.batches for sample in batch]
         self._batch_of = {id(sample): number for number, batch in enumerate(inputs.batches) for sample in batch}
-        self._forward_backward = forward_backward
+        self.forward_backward = forward_backward
         if self._metrics is not None:
             self._metrics.begin_step()
         end_forward(self.models)  # of an evaluation, which leaves parameters gathered
         self._timer.read()  # of the step before
         if self.in_rows:
-            self._row_size.begin_step(self._parallel.ranks.gather)
+            self._row_size.begin_step(self.parallel.ranks.gather)
         self.runner.begin()
         self.runner.add(inputs.batches)
         losses = [loss for _, loss in self.runner.end()]
         self._note(inputs)
-        self._parallel.sum_gradients(1 / self._parallel.ranks.size)
+        self.parallel.sum_gradients(1 / self.parallel.ranks.size)
         if self._metrics is not None:
-            ranks, takes_number = self._parallel.ranks, self.kind.takes_number
+            ranks, takes_number = self.parallel.ranks, self.kind.takes_number
             self._metrics.end_step(self._batches, self._counts, ranks, takes_number=takes_number)
         self._batches, self._rows = [], []
         return torch.stack(losses).sum()
@@ -189,99 +200,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def run(self, runs: Sequence[Callable[[], torch.Tensor]]) -> Outcome[torch.Tensor]:
         """Run forwards and backwards, up to the first that runs out of memory; the outcome is that of all ranks."""
         end_forward(self.models)
-        return self.runner.run_once([partial(self._run_alike, run) for run in runs])
-
-    def get_ready(self, samples: Sequence[Sample]) -> None:
-        """Find out if ``samples`` are padded, what a sharded model communicates in a forward, and if gradients add up.
-
-        Raises:
-            ConfigError: If there are other collectives than FSDP's, or gradients of parts do not add up.
-            DoesNotFitError: If memory runs out.
-        """
-        trainer = self._trainer
-        self._forward_backward = partial(trainer.forward_backward, trainer.model)
-        self.pads = not _is_one_row(collated(samples[:2], self.collate), len(samples[:2]))
-        self._filler = [short_with_targets(trainer, self.kind, samples)]
-        self._label = self.kind.label_of(samples, collated(samples, self.collate))
-        end_forward(self.models)
-        record = partial(self._parallel.record, partial(self._run_alike, self._run_filler), trainer.args.device)
-        try:
-            record()
-        except ConfigError:
-            self._gathered_first = head_of(trainer.model)
-            if not self._gathered_first:
-                raise
-            record()
-        if self._may_be_rows:
-            self._lay_end_to_end(samples)
-        # Of batches that are not split, the means are weighted as well, where a step has several.
-        weights = isinstance(self.size, (Fixed, ByLength)) or (
-            trainer.args.gradient_accumulation_steps > 1 and not self.kind.takes_number
-        )
-        if weights and len(samples) > 1 and self._dependent_module is None:
-            by_length = sorted(samples, key=lambda sample: self.tokens([sample]))
-            shorter, longer = by_length[: len(samples) // 2], by_length[len(samples) // 2 :]
-            one, other = longer[:1], shorter[:1]
-            pads_first = _is_padded_first(collated([*one, *other], self.collate))
-            if pads_first:  # padding then makes its first token a target, unless that is of a prompt
-                other.append(max(shorter, key=self._share_of_targets))
-            try:
-                self._compare_as_rows_if_it_may_be(one, other)
-            except ConfigError as error:
-                if not pads_first:
-                    raise
-                raise ConfigError(
-                    f"{error}. Padding comes first here, which makes a target of the first token of all but the "
-                    "longest sample: pad on the right (tokenizer.padding_side='right')"
-                ) from error
-        if self.in_rows:
-            log.info("samples are packed without padding, and attention stays within each")
-
-    def _compare_as_rows_if_it_may_be(self, one: list[Sample], other: list[Sample]) -> None:
-        """Compare rows with the padded batch, and where they differ, what is padded in their place.
-
-        Raises:
-            ConfigError: If gradients of padded parts differ as well.
-        """
-        if self.in_rows:
-            try:
-                self.runner.compare(one, other)
-                return
-            except GradientsDifferError as error:
-                batch = [*one, *other]
-                self.in_rows, self._targets = False, ()
-                self.pads = not _is_one_row(collated(batch, self.collate), len(batch))
-                self._say_that_samples_are_padded(f"the gradient of rows is {percent(error.error)} off that of a batch")
-        self._compare(one, other)
-
-    def _compare(self, one: list[Sample], other: list[Sample]) -> None:
-        """Compare gradients of parts with that of their union; where they differ, say by how much with other weights.
-
-        Raises:
-            ConfigError: If they differ.
-        """
-        found = self.kind
-        try:
-            self.runner.compare(one, other)
-        except GradientsDifferError as error:
-            if found.takes_number:
-                raise
-            errors = {found: error.error}
-            try:
-                for kind in kinds_of(self._trainer, collated([*one, *other], self.collate), [found.ignored]):
-                    if kind.takes_number or kind.of == found.of:
-                        continue
-                    self.kind = replace(kind, factor=found.factor)
-                    try:
-                        self.runner.compare(one, other)
-                    except GradientsDifferError as otherwise:  # where they do not, that is chance: losses did not agree
-                        errors[kind] = otherwise.error
-            finally:
-                self.kind = found
-            raise ConfigError(f"{error}{beside_each_other(errors)}") from error
-
-    def _share_of_targets(self, sample: Sample) -> float:
-        return float(self.kind.count(collated([sample], self.collate), 1)) / max(self.tokens([sample]), 1)
+        return self.runner.run_once([partial(self.run_alike, run) for run in runs])
 
     # Rows
 
@@ -291,7 +210,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if not self.in_rows or batch is None:
             return batch, None
         try:
-            row = self.row_of_batch(batch, self._targets)
+            row = self.row_of_batch(batch, self.targets)
         except NoRowError as error:  # which those that were looked at are not
             if not self._has_warned:
                 log.warning("some samples are padded: %s", error)
@@ -303,7 +222,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         try:
             batch = collated(samples, self.collate)
         except Exception:
-            if not is_left_out(samples, self._filler, self.collate):
+            if not is_left_out(samples, self.filler_samples, self.collate):
                 raise
             return None
         return batch if rows_of(batch) else None
@@ -313,35 +232,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def cut_again(self, row: Row, shortest: int) -> Row:
         """Return a row whose last sample is several, for a probe."""
-        return row.cut_again(shortest, self._targets)
-
-    def _lay_end_to_end(self, samples: Sequence[Sample]) -> None:
-        """Have samples laid end to end if the model computes the same; else leave a line that says why not."""
-        why = ""
-        batch = collated(samples[:1], self.collate)
-        shifts = tuple(key for key in dict.fromkeys((self.kind.key, "labels")) if key in batch)
-        for targets in (shifts, ()) if self.kind.of.startswith("shifted") else ((), shifts):
-            try:
-                if self._length is None:
-                    raise NoRowError("the tokens of a sample are not known")
-                if self._noise:
-                    raise NoRowError("neftune_noise_alpha scales noise by the length of a row")
-                off = check_rows(self, self._trainer.model, samples, targets, self._parallel.ranks)
-            except Exception as error:  # of a model that nobody here has seen, alike on all ranks
-                why = str(error) if isinstance(error, NoRowError) else f"{type(error).__name__}: {first_line(error)}"
-                end_forward(self.models)
-                break
-            if off is None:
-                self.in_rows, self.pads, self._targets = True, False, targets
-                return
-            why = why or off
-        self._say_that_samples_are_padded(why)
-
-    def _say_that_samples_are_padded(self, why: str) -> None:
-        model = self._trainer.model
-        name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
-        how = "with padding, samples of similar length in a forward pass" if self.pads else "as they are collated"
-        log.info("samples of %s run %s: %s", name, how, why)
+        return row.cut_again(shortest, self.targets)
 
     def split(self, groups: Sequence[Sequence[list[Sample]]]) -> Iterator[list[Part]]:
         """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
@@ -385,15 +276,15 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         Trainer divides the sum over ranks by the targets of all of them, or else takes the mean of their means.
         """
         if self.kind.takes_number:
-            return 1 if self._trainer.args.average_tokens_across_devices else None
+            return 1 if self.trainer.args.average_tokens_across_devices else None
         if self.kind.of == "samples":
             return len(samples)
-        if self._label is None:
+        if self.label is None:
             return None
-        return sum(operator.index(sample[self._label]) != self.kind.ignored for sample in samples)
+        return sum(operator.index(sample[self.label]) != self.kind.ignored for sample in samples)
 
     def filler(self) -> Part:
-        return Part(self._filler, self.tokens(self._filler), weight=0)
+        return Part(self.filler_samples, self.tokens(self.filler_samples), weight=0)
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]
@@ -417,11 +308,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         if self._num_drawn is not None and self.kind.rows and sum(counts) != given:
             runs[:1] = [self._refuse_to_leave_out]  # within a run, whose error other ranks are told
         runs += [self._run_nothing] * (len(weighted) - len(made))
-        runs += [self._run_filler] * (len(parts) - len(weighted))
-        return [partial(self._run_alike, run) for run in runs]
+        runs += [self.run_filler] * (len(parts) - len(weighted))
+        return [partial(self.run_alike, run) for run in runs]
 
     def _run_nothing(self) -> torch.Tensor:
-        return self._run_filler() if self.models else torch.zeros((), device=self._trainer.args.device)
+        return self.run_filler() if self.models else torch.zeros((), device=self.trainer.args.device)
 
     def _refuse_to_leave_out(self) -> torch.Tensor:
         raise ConfigError(
@@ -429,22 +320,22 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             "devices; leave them out of train_dataset, or set balance_ranks=False"
         )
 
-    def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        for unit in self._gathered_first:
+    def run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        for unit in self.gathered_first:
             unit.unshard()
-        with without_gathering(self._trainer):
+        with without_gathering(self.trainer):
             loss = run()
         end_forward(self.models[1:])  # so that the next part gathers them again
         return loss
 
-    def _run_filler(self) -> torch.Tensor:
-        batch, row = self.row(self._filler)
+    def run_filler(self) -> torch.Tensor:
+        batch, row = self.row(self.filler_samples)
         number = self.kind.count(batch, 1) if self.kind.takes_number else None
-        self._trainer.current_gradient_accumulation_steps = 1
+        self.trainer.current_gradient_accumulation_steps = 1
         self._filler_state.save()
-        with self._around(row), unlogged(self._trainer):
+        with self._around(row), unlogged(self.trainer):
             inputs = batch if row is None else row.inputs
-            loss = run_without_weight(self._trainer, partial(self._forward_backward, inputs, number))
+            loss = run_without_weight(self.trainer, partial(self.forward_backward, inputs, number))
         self._filler_state.end(put_back=True)
         return loss
 
@@ -471,26 +362,26 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
     def _total(self, batches: list[Any], counts: list[Any]) -> Any:
         if self.kind.takes_number:
             # The ranks ask each other on the host: one whose device is full would leave the others waiting.
-            gather = lambda number: torch.tensor(self._parallel.ranks.gather(int(number)))  # noqa: E731
-            with replaced(self._trainer.accelerator, gather=gather):
-                return int(self._trainer._get_num_items_in_batch(batches, torch.device("cpu")))
+            gather = lambda number: torch.tensor(self.parallel.ranks.gather(int(number)))  # noqa: E731
+            with replaced(self.trainer.accelerator, gather=gather):
+                return int(self.trainer._get_num_items_in_batch(batches, torch.device("cpu")))
         return sum(counts) if self._num_drawn is None else self._num_drawn
 
     def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
 
     def _noise_of(self, parts: Sequence[Part]) -> list[float]:
-        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
         lengths = [float(batch[name].shape[-1]) if name in batch else 1.0 for batch in self._batches]
         batches = [self._batch_of.get(id(part.samples[0]), -1) for part in parts]
-        return self._noise.factors(lengths, batches, pads=self.pads)
+        return self.noise.factors(lengths, batches, pads=self.pads)
 
     def _run_row(
         self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part, noise: float
     ) -> torch.Tensor:
         is_timed = isinstance(self.size, ByLength) and not _state.rehearsing  # as in an audit
         with (
-            self._noise.times(noise),
+            self.noise.times(noise),
             self._around(row),
             self._timer.around(part) if is_timed else contextlib.nullcontext(),
         ):
@@ -506,11 +397,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._timer.forget()
 
     def run_inputs(self, batch: Any, number: Any, total: Any, num_parts: int) -> torch.Tensor:
-        trainer = self._trainer
+        trainer = self.trainer
         if self.kind.takes_number:
             trainer.current_gradient_accumulation_steps = num_parts
             # Filled in on the device, which takes no wait, and may run out of memory as the part may.
-            return self._forward_backward(batch, torch.full((), total, device=trainer.args.device))
+            return self.forward_backward(batch, torch.full((), total, device=trainer.args.device))
         if number == 0 and total != 0:  # the mean of nothing is NaN
             return self._run_nothing()
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
@@ -518,15 +409,15 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         weight = share * self.kind.factor
         trainer.current_gradient_accumulation_steps = 1 / weight
         with scaling_loss_func(trainer, weight):
-            return self._forward_backward(batch, None)
+            return self.forward_backward(batch, None)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        optimizer = self._trainer.optimizer  # which is made when training begins
-        return parameters_of(self._trainer.model, [] if optimizer is None else [optimizer])
+        optimizer = self.trainer.optimizer  # which is made when training begins
+        return parameters_of(self.trainer.model, [] if optimizer is None else [optimizer])
 
     def _note(self, inputs: StepInputs) -> None:
         batches = self._batches
-        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
         if all(row is not None for row in self._rows):
             batches = [row.inputs for row in self._rows if row is not None]
         padded = sum(batch[name].numel() for batch in batches if name in batch)
@@ -540,14 +431,3 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def batch_dependent_module(self) -> str | None:
         return self._dependent_module
-
-
-def _is_padded_first(batch: Mapping[str, Any]) -> bool:
-    mask = batch.get("attention_mask")
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask[:, 0].all())
-
-
-def _is_one_row(batch: Mapping[str, Any], num_samples: int) -> bool:
-    """Return True if a collate function has laid the samples of a batch end to end."""
-    ids = batch.get("input_ids")
-    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and len(ids) == 1 < num_samples

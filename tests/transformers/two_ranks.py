@@ -172,7 +172,7 @@ def uneven_steps() -> Iterator[None]:
 
     def call(self: StepInParts, inputs: StepInputs, forward_backward: ForwardBackward) -> torch.Tensor:
         first, *others = inputs.batches
-        if self._trainer.state.global_step == 0:
+        if self.trainer.state.global_step == 0:
             first = [{**first[0], "label": -100}, *first[1:]]
         elif RANK == 1:
             first = first[3:]
