@@ -23,7 +23,7 @@ from tests.support.wide import few
 from tests.transformers import architectures, trainers
 from tests.transformers.trainers import assert_alike, collate, logged, make_trainer, weights, without_probe
 
-WHY = "adaptive_batching._transformers.step_in_parts"
+WHY = "adaptive_batching._transformers.before_training"
 
 
 def auto(**settings: Any) -> AdaptiveArguments:
