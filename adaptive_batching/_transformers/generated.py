@@ -15,6 +15,7 @@ import heapq
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,7 @@ from adaptive_batching._step.row_size import RowSize, first_row
 from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._step.split import SplitRule, split_samples
 from adaptive_batching._step.work import Part, Work
+from adaptive_batching._transformers.generated_recording import GeneratedRecording
 from adaptive_batching._transformers.generated_rows import (
     METHOD,
     PreparedBatch,
@@ -65,7 +67,7 @@ log = logging.getLogger(__name__)
 
 _NEEDED = (METHOD, "_compute_loss", "_generate_and_score_completions")
 _LESS_MEMORY = "gradient_checkpointing=True, bf16=True, LoRA, or a smaller max_completion_length"
-_SETTINGS = {"micro_batch_size", "padding", "memory_limit", "headroom", "search", "recover_from_oom"}
+_SETTINGS = {"micro_batch_size", "padding", "memory_limit", "headroom", "search", "recover_from_oom", "report_dir"}
 _FACTORS = {"advantages", "importance_sampling_ratio"}  # of the losses of rows or tokens, which may be 0
 _READ_AT_ONCE = 1000  # prompts of the data
 _TOKENIZED = 64  # of those with the most characters, whose tokens are counted
@@ -194,6 +196,15 @@ class GeneratedRun:
         self.probe: ProbeResult | None = None
         """The most completions of a forward pass, with every measurement; None if none was looked for as yet."""
 
+        self.longest = 0
+        """Tokens of the longest prompt and completion, which are probed."""
+
+        self.waited = 0.0
+        """Seconds that the probe has taken."""
+
+        self.parts_of_step: list[RowsPart] = []
+        """Those that have run in the last step."""
+
         self.rows = self.rows_of(trainer)
         """How rows run: packed, or padded."""
 
@@ -212,6 +223,7 @@ class GeneratedRun:
         self._runner = StepRunner(self._work, self._parallel, recovers=recovers)
         self._forward_runner = StepRunner(self._forward_work, recovers=recovers)
         self._prompts_at_once: int | None = None  # that are generated from; None for all
+        self._generated_again: list[tuple[str, int | None]] = []  # and not yet taken
         self._num_generations_again = 0
         self._wrapped: nn.Module | None = None
         self._model: Any = None  # as it is called, without DDP
@@ -230,6 +242,11 @@ class GeneratedRun:
         """Number of times that completions have had to run, or to be generated, again."""
         in_parts = self._work.limit.num_recoveries + self._forward_work.limit.num_recoveries
         return in_parts + self._num_generations_again
+
+    def take_recovered(self) -> list[tuple[str, int | None]]:
+        """Return what has run out of memory since the last call, in words, each with the limit after it."""
+        again, self._generated_again = self._generated_again, []
+        return [*again, *self._forward_runner.take_recovered(), *self._runner.take_recovered()]
 
     @property
     def max_tokens(self) -> int | None:
@@ -273,7 +290,7 @@ class GeneratedRun:
         with torch.no_grad():
             loss = self._loss_of_all(batch)
         if trainer.accelerator.sync_gradients:
-            self._runner.end()
+            self.parts_of_step = [part for part, _ in self._runner.end()]
             self._is_open = False
             self._parallel.sum_gradients(1 / self.ranks.size)
         return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
@@ -441,6 +458,7 @@ class GeneratedRun:
                 ) from failure
             random_state.put_back()
             self._num_generations_again += 1
+            self._generated_again.append((f"while generating from {at_once} prompts", None))
             self._prompts_at_once = at_once = -(-at_once // 2)
             log.warning("out of memory while generating; generating again from %d prompts at once", at_once)
 
@@ -477,9 +495,11 @@ class GeneratedRun:
             return
         prompts, *_ = trainer._tokenize_prompts(_long_prompts(trainer.train_dataset, inputs))
         longest = int(self.ranks.largest(max(map(len, prompts))))
-        length = longest + trainer.max_completion_length
+        self.longest = length = longest + trainer.max_completion_length
         log.info("probing forward passes, of prompts of %d tokens and %d generated", longest, length - longest)
+        start = time.perf_counter()
         self.probe = probe = self._find(longest, trainer.max_completion_length)
+        self.waited = time.perf_counter() - start
         if probe.bound == "memory" or probe.enough is not None:
             self._work.limit.bound = (probe.enough or probe.batch_size) * length
         self._work.limit.note(probe.batch_size * length)
@@ -551,11 +571,20 @@ class AdaptiveGeneration:
     adaptive: GeneratedRun | None = None
     """The adaptive run; None if TRL trains by itself."""
 
+    _recording: GeneratedRecording
+
     # Set by Trainer
     args: Any
     model: Any
     state: Any
     _get_output_dir: Callable[..., str]
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        stock = super().train  # type: ignore[misc]
+        if self.adaptive is None:
+            return stock(resume_from_checkpoint, *args, **kwargs)
+        with self._recording.of_training(resumed=bool(resume_from_checkpoint)):
+            return stock(resume_from_checkpoint, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         if self.adaptive is not None:
@@ -571,6 +600,8 @@ class AdaptiveGeneration:
                     raise
                 log.warning("%s trains without adaptive batching: %s", type(self).__name__, first_line(error))
                 self.adaptive = None
+                self._recording.drop()
+            self._recording.found()
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
@@ -584,6 +615,12 @@ class AdaptiveGeneration:
             return self.adaptive.step(model, inputs)
         stock = partial(super().compute_loss, model, inputs, *args, **kwargs)  # type: ignore[misc]
         return cast("torch.Tensor", stock() if self.adaptive is None else self.adaptive.evaluated(model, inputs, stock))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self.adaptive is not None:
+            self._recording.ran(loss)
+        return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -599,6 +636,7 @@ class AdaptiveGeneration:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.adaptive is not None and "loss" in logs:
             logs["oom_retries"] = self.adaptive.num_recoveries
+            self._recording.flush(waits=True)  # Trainer has just waited for the device, for the mean loss
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

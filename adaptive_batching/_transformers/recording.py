@@ -28,11 +28,11 @@ from adaptive_batching._transformers.handed_out import StepInputs
 _NOTHING = StepCost(0.0, 0, 0, 0, None)
 
 
-def _watching(method: Callable[..., None]) -> Callable[..., None]:
+def watching(method: Callable[..., None]) -> Callable[..., None]:
     """Have a method called in training alone, with the record, and turn its errors into a warning."""
 
     @functools.wraps(method)
-    def guarded(self: Recording, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def guarded(self: TrainingRecord, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.report is not None:
             with self.report.only_warned():
                 method(self, self.report, state, **kwargs)
@@ -40,24 +40,25 @@ def _watching(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class Recording(TrainerCallback):
-    """Tells the record of a run what happens, without waiting for the device; what goes wrong here is a warning.
+class TrainingRecord(TrainerCallback):
+    """Writes the record of a run, without waiting for the device; what goes wrong here is a warning.
 
     When a step ends, its loss may still be on its way from the device. What is recorded after it waits, too, so that
     the record keeps its order.
+
+    Args:
+        run: With ``settings``, those ``given``, and ``ranks``.
+        trainer: That trains.
     """
 
-    def __init__(self, run: AdaptiveRun, trainer: Any) -> None:
+    def __init__(self, run: Any, trainer: Any) -> None:
         self.report: Report | None = None
         """The record while the run trains."""
 
         self._run, self._trainer = run, trainer
         self._unwritten: collections.deque[tuple[Arrival | None, Callable[[], None]]] = collections.deque()
-        self._ran: tuple[StepInputs, torch.Tensor] | None = None
-        self._since_log = _NOTHING
         self._rate = self._last = 0.0
-        self._epoch = self._next_epoch = 0
-        self._resumes_epoch = False
+        self._epoch = 0
         self._peak: PeakSoFar | None = None
 
     @contextlib.contextmanager
@@ -69,7 +70,7 @@ class Recording(TrainerCallback):
         report = Report(folder, resume=resumed, rank=ranks.rank, ranks=ranks.size, about=facts)
         self.report = report
         self._unwritten.clear()
-        self._since_log = _NOTHING
+        self._begin()
         try:
             with report.showing_errors() if ranks.is_next_to_first else contextlib.nullcontext():
                 try:
@@ -81,12 +82,77 @@ class Recording(TrainerCallback):
         if not is_dropped:
             report.finish()
 
+    def _begin(self) -> None:
+        """Take note that a training begins."""
+
     def drop(self) -> None:
         """Record nothing of the training that has begun, and leave no folder of it."""
         if self.report is not None:
             with contextlib.suppress(OSError):  # there was one before
                 self.report.directory.rmdir()
         self.report = None
+
+    def flush(self, *, waits: bool = False) -> None:
+        """Write down what has happened, up to the first loss that is not there yet unless ``waits``."""
+        if self.report is not None:
+            with self.report.only_warned():
+                while self._unwritten:
+                    arrival, write = self._unwritten[0]
+                    if not (waits or arrival is None or arrival.is_there):
+                        break
+                    self._unwritten.popleft()
+                    write()
+
+    @watching
+    def on_pre_optimizer_step(self, report: Report, state: Any, *, optimizer: Any, **kwargs: Any) -> None:
+        self._rate = float(optimizer.param_groups[0]["lr"])
+
+    @watching
+    def on_evaluate(self, report: Report, state: Any, *, metrics: Any = None, **kwargs: Any) -> None:
+        metrics = metrics or {}
+        timed = [key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")]
+        prefix = min(timed, key=len, default="eval")
+        if (loss := metrics.get(f"{prefix}_loss")) is not None:
+            dataset = None if prefix == "eval" else prefix.removeprefix("eval_")
+            self._soon(partial(report.validation, self._epoch, state.global_step, float(loss), dataset))
+        self._took("validation", report, state.global_step)
+
+    @watching
+    def on_save(self, report: Report, state: Any, **kwargs: Any) -> None:
+        self._took("checkpoint", report, state.global_step)
+
+    @watching
+    def on_push_begin(self, report: Report, state: Any, **kwargs: Any) -> None:
+        report.wait_for_page()  # an upload lists the folder, and would miss a part of a page that is there no longer
+
+    def _soon(self, write: Callable[[], None], arrival: Arrival | None = None) -> None:
+        """Have something written when all before it is, and the loss in it is there."""
+        self._unwritten.append((arrival, write))
+        self.flush()
+
+    def _seconds(self) -> float:
+        """Return the time since the last call."""
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
+
+    def _took(self, what: str, report: Report, step: int) -> None:
+        self._soon(partial(report.took, what=what, epoch=self._epoch, step=step, seconds=self._seconds()))
+
+
+class Recording(TrainingRecord):
+    """Writes the record of a run whose batches are split, and its metrics into the logs and progress bars."""
+
+    _run: AdaptiveRun
+
+    def __init__(self, run: AdaptiveRun, trainer: Any) -> None:
+        super().__init__(run, trainer)
+        self._ran: tuple[StepInputs, torch.Tensor] | None = None
+        self._since_log = _NOTHING
+        self._next_epoch = 0
+        self._resumes_epoch = False
+
+    def _begin(self) -> None:
+        self._since_log = _NOTHING
 
     def ran(self, inputs: StepInputs, loss: torch.Tensor) -> None:
         """Take note of a step whose forwards and backwards are over, and of its loss on this device."""
@@ -103,18 +169,7 @@ class Recording(TrainerCallback):
             values["tokens_per_second_per_device"] = cost.tokens / cost.seconds
         return values
 
-    def flush(self, *, waits: bool = False) -> None:
-        """Write down what has happened, up to the first loss that is not there yet unless ``waits``."""
-        if self.report is not None:
-            with self.report.only_warned():
-                while self._unwritten:
-                    arrival, write = self._unwritten[0]
-                    if not (waits or arrival is None or arrival.is_there):
-                        break
-                    self._unwritten.popleft()
-                    write()
-
-    @_watching
+    @watching
     def on_train_begin(self, report: Report, state: Any, *, lr_scheduler: Any = None, **kwargs: Any) -> None:
         run, step = self._run, state.global_step
         assert run.schedule is not None and run.sizes is not None
@@ -129,7 +184,7 @@ class Recording(TrainerCallback):
             report.resume(step, epoch=run.schedule.epochs_after(step), **self._sizes())
         report.plan(run.planned(_rate_of(lr_scheduler), step), decided=True)
 
-    @_watching
+    @watching
     def on_epoch_begin(self, report: Report, state: Any, **kwargs: Any) -> None:
         run = self._run
         assert run.schedule is not None
@@ -144,11 +199,7 @@ class Recording(TrainerCallback):
         self._resumes_epoch = False
         self._last = time.perf_counter()
 
-    @_watching
-    def on_pre_optimizer_step(self, report: Report, state: Any, *, optimizer: Any, **kwargs: Any) -> None:
-        self._rate = float(optimizer.param_groups[0]["lr"])
-
-    @_watching
+    @watching
     def on_step_end(self, report: Report, state: Any, **kwargs: Any) -> None:
         run, step, epoch, rate = self._run, state.global_step, self._epoch, self._rate
         assert self._ran is not None and run.step is not None
@@ -168,39 +219,8 @@ class Recording(TrainerCallback):
             if isinstance(bar := getattr(callback, "training_bar", None), tqdm):
                 bar.set_postfix_str(columns(run.batch_size, cost, recoveries), refresh=False)
 
-    @_watching
-    def on_evaluate(self, report: Report, state: Any, *, metrics: Any = None, **kwargs: Any) -> None:
-        metrics = metrics or {}
-        timed = [key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")]
-        prefix = min(timed, key=len, default="eval")
-        if (loss := metrics.get(f"{prefix}_loss")) is not None:
-            dataset = None if prefix == "eval" else prefix.removeprefix("eval_")
-            self._soon(partial(report.validation, self._epoch, state.global_step, float(loss), dataset))
-        self._took("validation", report, state.global_step)
-
-    @_watching
-    def on_save(self, report: Report, state: Any, **kwargs: Any) -> None:
-        self._took("checkpoint", report, state.global_step)
-
-    @_watching
-    def on_push_begin(self, report: Report, state: Any, **kwargs: Any) -> None:
-        report.wait_for_page()  # an upload lists the folder, and would miss a part of a page that is there no longer
-
-    def _soon(self, write: Callable[[], None], arrival: Arrival | None = None) -> None:
-        """Have something written when all before it is, and the loss in it is there."""
-        self._unwritten.append((arrival, write))
-        self.flush()
-
     def _sizes(self) -> dict[str, int]:
         return {"batch_size": self._run.batch_size, "global_batch_size": self._run.global_batch_size}
-
-    def _seconds(self) -> float:
-        """Return the time since the last call."""
-        before, self._last = self._last, time.perf_counter()
-        return self._last - before
-
-    def _took(self, what: str, report: Report, step: int) -> None:
-        self._soon(partial(report.took, what=what, epoch=self._epoch, step=step, seconds=self._seconds()))
 
     def _cost_of(self, inputs: StepInputs) -> StepCost:
         tokens, padded = (inputs.tokens, inputs.padded_tokens) if self._run.is_text else (None, None)

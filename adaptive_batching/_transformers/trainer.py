@@ -24,6 +24,7 @@ from adaptive_batching._transformers.generated import (
     GeneratedRun,
     scores_completions,
 )
+from adaptive_batching._transformers.generated_recording import GeneratedRecording
 from adaptive_batching._transformers.handed_out import (
     Samples,
     StepInputs,
@@ -154,6 +155,9 @@ def _adopt_generating(trainer: _OfTrainer, run: GeneratedRun, state: Sequence[An
         raise ConfigError(f"{type(trainer).__name__} runs no code of yours again, as reward functions; leave out state")
     trainer.__class__ = adaptive(type(trainer))
     trainer.adaptive = run
+    trainer._recording = GeneratedRecording(run, trainer)
+    handler = trainer.callback_handler
+    handler.callbacks = [*handler.callbacks, trainer._recording]  # a new list: a callback may be adopting
     return trainer
 
 

@@ -416,7 +416,7 @@ def test_where_it_is_only_if_possible_what_does_not_fit_before_training_trains_a
     with failing(trainer.adaptive.rows, "_method", range(99)):
         trainer.train()
     assert "GRPOTrainer trains without adaptive batching: out of memory" in caplog.text
-    assert trainer.adaptive is None
+    assert trainer.adaptive is None and not (tmp_path / "out" / "adaptive_batching").exists()
     assert_as(stock("dapo"), trainer)
 
 
