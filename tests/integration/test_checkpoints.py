@@ -58,7 +58,7 @@ def folders(run: Run) -> list[str]:
     return [path.name + ("*" if (path / "recipe_state.pt").exists() else "") for path in found]
 
 
-@pytest.mark.parametrize("case", few(RUNS, "full", "packs that are split and gathered"))
+@pytest.mark.parametrize("case", few(RUNS, "full"))
 def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from adaptive_batching._torchtune.train.run import TrainingLoop
 from adaptive_batching._values import ByLength, Explore, Fixed, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 from tests.support.overrides import RECOVER, WIDE
+from tests.support.wide import wide
 
 IGNORED = -100
 CHUNKS = "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
@@ -56,7 +57,9 @@ def assert_same_gradient(
     return count, expected_count
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("full", CHUNKS), ("lora", "loss._component_=torch.nn.CrossEntropyLoss")])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("full", CHUNKS), wide("lora", "loss._component_=torch.nn.CrossEntropyLoss")]
+)
 def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
     kind: str, loss: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,11 +98,11 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
-        ("full", []),
+        wide("full", []),
         ("full", [CHUNKS, CHECKPOINTED]),
-        ("lora", [NO_DROPOUT, CHECKPOINTED]),
+        wide("lora", [NO_DROPOUT, CHECKPOINTED]),
         ("lora_dpo", [NO_DROPOUT, *WIDE, "loss.beta=2.0"]),
-        ("kd", [NO_DROPOUT]),
+        wide("kd", [NO_DROPOUT]),
     ],
 )
 def test_samples_end_to_end_in_a_row_have_the_gradient_of_one_sample_at_a_time(

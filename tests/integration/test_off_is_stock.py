@@ -76,7 +76,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", few(CASES, "full", "lora_dpo"))
 def test_off_is_the_stock_recipe(kind: str, tune_run: TuneRun, trained: list[str]) -> None:
     stock = tune_run(kind, *CASES[kind], name="stock", stock=True)
     ours = tune_run(kind, *CASES[kind], "adaptive_batching.recover_from_oom=False", name="ours")

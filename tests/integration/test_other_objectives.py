@@ -28,7 +28,7 @@ def assert_same_metrics(ours: Run, theirs: Run, names: set[str]) -> None:
             assert here[name] == pytest.approx(there[name], rel=1e-3, abs=1e-5), name
 
 
-@KINDS
+@pytest.mark.parametrize("kind", few(COMMON, "lora_dpo"))
 @pytest.mark.parametrize("size", few(["2", "auto"], "auto"))
 def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: TuneRun, baseline: TuneRun) -> None:
     common = [*COMMON[kind], "batch_size=6", "gradient_accumulation_steps=2"]
@@ -65,7 +65,7 @@ def test_metrics_of_a_step_are_those_of_all_its_pairs(tune_run: TuneRun, baselin
             assert len(there) == 6 and here == pytest.approx(there, rel=1e-3, abs=1e-4)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", few(COMMON, "kd"))
 def test_a_step_whose_frozen_model_runs_out_of_memory_is_run_again(
     kind: str, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ from tests.support.overrides import DOUBLE, RECOVER
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import GENERATED, PPORun, ppo_run
 from tests.support.records import events, without_sizes
-from tests.support.wide import few
+from tests.support.wide import few, wide
 
 PPO = Callable[..., PPORun]
 ONE_STEP = ["num_steps=8", "batch_size=8", "ppo_batch_size=8", "ppo_epochs=1", "forward_batch_size=4"]
@@ -88,7 +88,7 @@ def updates(run: PPORun, inputs: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("size", "backwards"), [("1", 1), ("2", 2), ("auto", 1)])
+@pytest.mark.parametrize(("size", "backwards"), [wide("1", 1), ("2", 2), ("auto", 1)])
 def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     size: str, backwards: int, run: PPO, undisturbed: PPO, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

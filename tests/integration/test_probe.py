@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, "full", "full-accumulation", "full-packed", "lora-dropout"))
+@pytest.mark.parametrize("case", few(CASES, "full", "lora-dropout"))
 def test_the_probe_leaves_no_trace(
     case: str, tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.faults import disarm, full_model, plan, shapes_of_forwards
 from tests.support.overrides import DOUBLE, RECOVER, SGD
 from tests.support.records import events, without_sizes
+from tests.support.wide import few, wide
 
 FAULTY = "model._component_=tests.integration.faults.full_model"
 COUNTING = "model._component_=tests.integration.faults.counting_model"
@@ -35,7 +36,7 @@ def no_plan() -> None:
     disarm()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", few([False, True], False))
 def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: bool, tune_run: TuneRun) -> None:
     common = [
         *SGD, COUNTING, "gradient_accumulation_steps=2", "dataset.split=train[:200]", "epochs=1",
@@ -65,7 +66,7 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
     ("setting", "where", "layer", "call", "times"),
     [
         ("gradient_accumulation_steps=2", "hook", 0, 4, 2),
-        ("enable_activation_checkpointing=True", "backward", 0, 3, 1),
+        wide("enable_activation_checkpointing=True", "backward", 0, 3, 1),
     ],
 )
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
@@ -132,7 +133,7 @@ def weights_are_close(ours: Run, theirs: Run) -> None:
     assert [m["loss"] for m in ours.metrics] == pytest.approx([m["loss"] for m in theirs.metrics], rel=1e-4)
 
 
-@pytest.mark.parametrize("micro_batch_size", ["3", "auto", "explore"])
+@pytest.mark.parametrize("micro_batch_size", few(["3", "auto", "explore"], "3", "auto"))
 def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
     micro_batch_size: str, tune_run: TuneRun, baseline: TuneRun
 ) -> None:

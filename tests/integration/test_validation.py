@@ -21,6 +21,7 @@ from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import RECOVER, VALIDATE
 from tests.support.records import events, without_sizes
+from tests.support.wide import few
 
 COMMON = ["tokenizer.max_seq_len=96", "dataset.split=train[:48]", "epochs=1", "gradient_accumulation_steps=2"]
 EVERY_THIRD = [*VALIDATE, "run_val_every_n_steps=3"]
@@ -95,7 +96,7 @@ def drawing_dataset(*arguments: Any, **named: Any) -> Any:
     return dataset
 
 
-@pytest.mark.parametrize("kind", ["full", "kd"])
+@pytest.mark.parametrize("kind", few(["full", "kd"], "full"))
 def test_the_loss_is_that_of_each_sample_alone_and_training_that_without(
     kind: str, tune_run: TuneRun, baseline: TuneRun, truths: list[float]
 ) -> None:
@@ -123,7 +124,7 @@ def test_forwards_are_as_large_as_the_probe_has_found_to_fit(
     ]
 
 
-@pytest.mark.parametrize("kind", ["full", "kd"])
+@pytest.mark.parametrize("kind", few(["full", "kd"], "full"))
 def test_a_validation_that_runs_out_of_memory_has_the_same_loss_and_leaves_training_alone(
     kind: str, tune_run: TuneRun, baseline: TuneRun, truths: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from adaptive_batching._probe.search import BY_FAR, SEARCHES, WORTH, SizeSearch, find_enough
 from adaptive_batching._probe.sizes import Measurement, candidate_sizes
 from adaptive_batching._step.forward_times import ForwardTimes
+from tests.support.wide import few
 
 Peak = Callable[[int], float]
 
@@ -107,7 +108,7 @@ def test_every_search_ends_and_returns_the_best_size_that_ran(
         assert len(found.measurements) <= (60 if strained else 20)
 
 
-@pytest.mark.parametrize("enforced", [True, False])
+@pytest.mark.parametrize("enforced", few([True, False], True))
 def test_a_line_after_a_floor_takes_six_steps_and_one_error_as_a_rule(enforced: bool) -> None:
     """As nearly all models have: a floor of optimizer and libraries up to four samples, then a line, and no noise."""
     chance = random.Random(1)

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 
-def few(names: Iterable[str], *kept: str) -> list[Any]:
+def few(names: Iterable[Any], *kept: Any) -> list[Any]:
     """Return ``names`` as parameters; those that are not ``kept`` are wide."""
     names = [*names]
     assert {*kept} <= {*names}, {*kept} - {*names}
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.wide) for name in names]
+    return [name if name in kept else wide(name) for name in names]
+
+
+def wide(*values: Any) -> Any:
+    """Return the ``values`` of a case that is wide."""
+    return pytest.param(*values, marks=pytest.mark.wide)

@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from adaptive_batching import ConfigError
 from adaptive_batching.transformers import AdaptiveArguments
+from tests.support.wide import few, wide
 from tests.transformers import trainers
 from tests.transformers.trainers import Features, OutOfMemory, assert_alike, make_trainer, trained, without_probe
 
@@ -72,7 +73,8 @@ def of_tasks(folder: Path, ours: AdaptiveArguments | None, accumulated: int, *, 
 
 
 @pytest.mark.parametrize(
-    ("accumulated", "alternate", "size"), [(1, False, 3), (4, False, 3), (4, False, "auto"), (4, True, "auto")]
+    ("accumulated", "alternate", "size"),
+    [wide(1, False, 3), (4, False, 3), wide(4, False, "auto"), (4, True, "auto")],
 )
 def test_batches_of_one_kind_each_do_not_share_a_forward(
     accumulated: int, alternate: bool, size: Any, tmp_path: Path
@@ -111,9 +113,9 @@ def of_short_ones_or_nothing(samples: Data) -> Features | None:
 @pytest.mark.parametrize(
     ("data", "collator", "size"),
     [
-        (labelled(range(0, 64, 6)), of_those_that_could_be_read, 3),  # of which some are looked at before training
+        wide(labelled(range(0, 64, 6)), of_those_that_could_be_read, 3),  # of which some are looked at before training
         (labelled(range(1, 64, 6)), of_those_that_could_be_read, 1),  # and of these none
-        (labelled(range(0)), of_short_ones, "auto"),
+        wide(labelled(range(0)), of_short_ones, "auto"),
         (labelled(range(0)), of_short_ones_or_nothing, 1),
     ],
     ids=["None at first", "None later", "too long", "too long, without a batch"],
@@ -164,7 +166,7 @@ def of_text_and_pictures(samples: Data) -> Features:
     return batch
 
 
-@pytest.mark.parametrize("size", [1, "auto"])
+@pytest.mark.parametrize("size", few([1, "auto"], "auto"))
 def test_batches_may_have_unlike_keys(size: Any, tmp_path: Path) -> None:
     data = trainers.make_labelled(40)
     data = [{**each, "picture": 0.1 * number} if number % 3 == 0 else each for number, each in enumerate(data)]

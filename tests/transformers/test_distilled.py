@@ -12,7 +12,7 @@ from trl import DistillationTrainer
 from adaptive_batching import DoesNotFitError
 from adaptive_batching._transformers.distilled import distils
 from adaptive_batching.transformers import adopt
-from tests.support.wide import few
+from tests.support.wide import few, wide
 from tests.transformers.generating import (
     BATCH,
     difference,
@@ -52,7 +52,7 @@ def assert_as(stock: Any, ours: Any) -> None:
     assert max(logs_off(stock.seen_logs, ours.seen_logs).values()) < 1e-4
 
 
-@pytest.mark.parametrize("name", few(KINDS, "jsd", "lora", "checkpointed"))
+@pytest.mark.parametrize("name", few(KINDS, "jsd"))
 def test_updates_and_logs_are_those_of_trl(name: str, stock: Any, tmp_path: Path) -> None:
     for number, ours in enumerate((AUTO, {"micro_batch_size": 3})):
         trainer = trained(tmp_path / str(number), ours, name)
@@ -76,7 +76,7 @@ def test_a_row_is_packed_without_padding(tmp_path: Path) -> None:
     assert shapes[-2:] == [(1, int(mask.sum())) for mask in masks]
 
 
-@pytest.mark.parametrize("ours", [AUTO, {"recover_from_oom": True}], ids=["auto", "recovery"])
+@pytest.mark.parametrize("ours", [AUTO, wide({"recover_from_oom": True})], ids=["auto", "recovery"])
 @pytest.mark.parametrize("of", ["teacher_model", "model"])
 def test_memory_that_runs_out_in_either_model_ends_in_the_same_updates(
     of: str, ours: Any, stock: Any, tmp_path: Path

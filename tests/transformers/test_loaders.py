@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from adaptive_batching import ConfigError
 from adaptive_batching.transformers import AdaptiveArguments
+from tests.support.wide import wide
 from tests.transformers import trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, make_trainer
 
@@ -60,9 +61,9 @@ def assert_same_batches(ours: list[Any], theirs: list[Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        wide({}),
         {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2},
-        pytest.param({"dataloader_num_workers": 1, "num_train_epochs": 1}, marks=pytest.mark.wide),
+        wide({"dataloader_num_workers": 1, "num_train_epochs": 1}),
     ],
     ids=str,
 )
@@ -160,7 +161,14 @@ class Told(transformers.Trainer):  # type: ignore[misc, name-defined]
 
 @pytest.mark.parametrize(
     ("kind", "ours"),
-    [(Weighted, AUTO), (OfTorch, AUTO), (OfAccelerate, THREE), (Method, THREE), (Listed, AUTO), (Told, THREE)],
+    [
+        (Weighted, AUTO),
+        wide(OfTorch, AUTO),
+        (OfAccelerate, THREE),
+        wide(Method, THREE),
+        (Listed, AUTO),
+        wide(Told, THREE),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_loader_or_sampler_of_the_users_own_trains_as_before(kind: Any, ours: Any, tmp_path: Path) -> None:

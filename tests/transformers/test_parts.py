@@ -11,6 +11,7 @@ import transformers
 
 from adaptive_batching import DoesNotFitError
 from adaptive_batching.transformers import AdaptiveArguments
+from tests.support.wide import few, wide
 from tests.transformers import trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, trained, without_probe
 
@@ -47,7 +48,7 @@ def test_parts_of_a_number_are_what_accumulation_makes_of_a_batch(tmp_path: Path
     assert (first["oom_retries"], first["batch_size"], first["global_batch_size"]) == (0, 8, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "Llama", "BertForSequenceClassification"))
 def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, tmp_path: Path) -> None:
     stock = trained(tmp_path / "stock", **of_kind(kind))
     split = without_probe(make_trainer(tmp_path / "ours", auto(), **of_kind(kind)), 60)
@@ -60,14 +61,14 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_accumulation_steps": 3},
-        pytest.param({"gradient_accumulation_steps": 3, "max_steps": 5}, marks=pytest.mark.wide),
+        wide({"gradient_accumulation_steps": 3}),
+        wide({"gradient_accumulation_steps": 3, "max_steps": 5}),
         {"gradient_accumulation_steps": 2, "num_train_epochs": 2.5},
         {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
-        {"gradient_checkpointing": True},
-        {"train_sampling_strategy": "group_by_length"},
-        pytest.param({"max_grad_norm": 0.1}, marks=pytest.mark.wide),
-        pytest.param({"dataloader_num_workers": 1, "num_train_epochs": 1}, marks=pytest.mark.wide),
+        wide({"gradient_checkpointing": True}),
+        wide({"train_sampling_strategy": "group_by_length"}),
+        wide({"max_grad_norm": 0.1}),
+        wide({"dataloader_num_workers": 1, "num_train_epochs": 1}),
     ],
     ids=str,
 )
@@ -79,7 +80,7 @@ def test_what_the_optimizer_sees_is_what_trainer_shows_it(settings: dict[str, An
     assert split.state.global_step == stock.state.global_step
 
 
-@pytest.mark.parametrize(("kind", "accumulated"), [("Llama", 2), ("BertForSequenceClassification", 1), ("T5", 2)])
+@pytest.mark.parametrize(("kind", "accumulated"), [("Llama", 2), wide("BertForSequenceClassification", 1), ("T5", 2)])
 def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accumulated: int, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": accumulated, "include_num_input_tokens_seen": "non_padding"}
     stock = trained(tmp_path / "stock", **of_kind(kind, per_device_train_batch_size=8 * accumulated,
@@ -93,7 +94,7 @@ def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accu
     assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", few([1, 2], 2))
 def test_recovery_alone_is_a_setting_and_nothing_recovers_without_any(accumulated: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": accumulated}
     stock = trained(tmp_path / "stock", **settings)
@@ -139,7 +140,7 @@ def test_memory_of_the_host_that_runs_out_before_training_has_fewer_samples_meas
     assert [each.get("loss") for each in logged(short)] == [each.get("loss") for each in logged(clean)]
 
 
-@pytest.mark.parametrize("kind", ["Llama", "BertForSequenceClassification"])
+@pytest.mark.parametrize("kind", few(["Llama", "BertForSequenceClassification"], "Llama"))
 def test_a_loss_is_looked_at_in_a_few_tokens_where_two_samples_do_not_fit(kind: str, tmp_path: Path) -> None:
     """All have one length, and labels, if those are of tokens, at their ends."""
     data = [{"input_ids": ids, "labels": [-100] * 20 + ids[20:]} for ids in ([n, *range(2, 42)] for n in range(1, 17))]
@@ -191,7 +192,7 @@ class Noise(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 @pytest.mark.parametrize(
     ("ours", "most_tokens"),
-    [(auto(), 60), (AdaptiveArguments(micro_batch_size=2), 0), (AdaptiveArguments(micro_batch_size=8), 60)],
+    [(auto(), 60), wide(AdaptiveArguments(micro_batch_size=2), 0), (AdaptiveArguments(micro_batch_size=8), 60)],
     ids=["auto", "a number", "recovery"],
 )
 def test_noise_of_neftune_is_as_large_in_parts_as_in_whole_batches(

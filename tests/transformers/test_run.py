@@ -14,6 +14,7 @@ from packaging.version import Version
 from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError
 from adaptive_batching._step.forward_times import ForwardTimes
 from adaptive_batching.transformers import AdaptiveArguments
+from tests.support.wide import few, wide
 from tests.transformers import strangers, trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, growing, losses, make_trainer, trained
 
@@ -51,7 +52,7 @@ def test_a_probe_goes_no_further_than_larger_forwards_are_of_use(
     assert_alike(ours, stock)
 
 
-@pytest.mark.parametrize("skipped", [0, 3])
+@pytest.mark.parametrize("skipped", few([0, 3], 3))
 def test_a_gradient_scaler_scales_parts_and_a_probe_leaves_it_as_it_was(skipped: int, tmp_path: Path) -> None:
     scale = 2.0**10 if skipped == 0 else 2.0**127
 
@@ -73,7 +74,7 @@ def test_a_gradient_scaler_scales_parts_and_a_probe_leaves_it_as_it_was(skipped:
     assert scaled.accelerator.scaler.get_scale() == stock.accelerator.scaler.get_scale() != scale
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", few([1, 2], 2))
 def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(
         lr_scheduler_type="constant", warmup_steps=0, gradient_accumulation_steps=accumulated
@@ -86,7 +87,7 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
     assert_alike(ours, stock)
 
 
-@pytest.mark.parametrize("finds", [True, False])
+@pytest.mark.parametrize("finds", few([True, False], True))
 @pytest.mark.parametrize(("fits", "sizes"), [(17, [4, 8, 16, 16]), (3, [2, 2, 2, 2])])
 def test_a_batch_that_grows_starts_as_configured_and_stays_within_the_maximum(
     fits: int, sizes: list[int], finds: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -135,7 +136,7 @@ def test_a_function_that_keeps_a_state_is_asked_once_for_each_epoch_and_trains_w
     assert [each["batch_size"] for each in losses(resumed)] == [4] * 10 + [8] * 9
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", few([1, 2], 2))
 def test_a_loss_that_computes_over_the_batch_trains_where_no_batch_is_split(accumulated: int, tmp_path: Path) -> None:
     make = strangers.of_classes(strangers.contrastive, kind=strangers.AveragingTrainer)
     settings: dict[str, Any] = dict(gradient_accumulation_steps=accumulated, num_train_epochs=1)
@@ -154,7 +155,7 @@ def test_a_loss_that_computes_over_the_batch_trains_where_no_batch_is_split(accu
         make(tmp_path / "split", AdaptiveArguments(micro_batch_size=4), **settings).train()
 
 
-@pytest.mark.parametrize(("fits", "forwards"), [(16, [12, 12, 12, 4]), (32, [24, 16])])
+@pytest.mark.parametrize(("fits", "forwards"), [(16, [12, 12, 12, 4]), wide(32, [24, 16])])
 def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwards: list[int], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(gradient_accumulation_steps=3, per_device_train_batch_size=8)
     stock = trained(tmp_path / "stock", **settings)
@@ -195,7 +196,7 @@ class EndsAnEpochEarly(transformers.TrainerCallback):
         control.should_epoch_stop = state.global_step == 3
 
 
-@pytest.mark.parametrize("step", [3, 4, 8])
+@pytest.mark.parametrize("step", few([3, 4, 8], 4))
 def test_a_run_goes_on_where_it_was_left_after_a_callback_has_ended_an_epoch(step: int, tmp_path: Path) -> None:
     """In the last step of that epoch, within the next, and at the end of that."""
     ours = AdaptiveArguments(micro_batch_size=4)
@@ -210,7 +211,7 @@ def test_a_run_goes_on_where_it_was_left_after_a_callback_has_ended_an_epoch(ste
         other.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
 
 
-@pytest.mark.parametrize("saved", ["epoch", "steps"])
+@pytest.mark.parametrize("saved", few(["epoch", "steps"], "steps"))
 def test_a_run_that_max_steps_ended_within_an_epoch_goes_on_within_it(saved: str, tmp_path: Path) -> None:
     def run(folder: str, steps: int, **more: Any) -> Any:
         constant: dict[str, Any] = dict(lr_scheduler_type="constant", warmup_steps=0, save_strategy=saved, save_steps=5)
@@ -285,7 +286,7 @@ def test_a_function_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
-@pytest.mark.parametrize("given", [{"micro_batch_size": "auto"}, {"use_maximum_batch_size": True}])
+@pytest.mark.parametrize("given", [wide({"micro_batch_size": "auto"}), {"use_maximum_batch_size": True}])
 def test_a_step_of_more_samples_than_there_are_takes_them_all(given: dict[str, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(per_device_train_batch_size=16, gradient_accumulation_steps=5)
     stock = trained(tmp_path / "stock", **settings)

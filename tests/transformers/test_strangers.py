@@ -136,11 +136,10 @@ def check(habit: Habit, folder: Path, size: int | str) -> None:
 
 
 NARROW = (
-    "Llama", "LoRA with a head that is trained", "batch norm", "an average in an attribute", "class weights of tokens",
-    "label smoothing by hand", "NEFTune", "mean over padding", "mean of means", "two means over different numbers",
-    "distillation", "contrastive", "R-Drop", "gradient penalty", "a step of its own", "two steps",
-    "a teacher that follows",
-    "a collator that draws", "every fifth sample has targets, and a mean", "an optimizer in backward",
+    "Llama", "batch norm", "an average in an attribute", "class weights of tokens", "mean over padding",
+    "mean of means", "two means over different numbers", "contrastive", "R-Drop", "gradient penalty",
+    "a step of its own", "two steps", "a teacher that follows", "a collator that draws",
+    "every fifth sample has targets, and a mean", "an optimizer in backward",
     "layers that thaw, and an average of weights",
 )  # fmt: skip
 
@@ -150,21 +149,24 @@ def test_a_habit_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> No
     check(HABITS[name], tmp_path, HABITS[name].size)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dynamic rotary frequencies",
-        "a sum and a count in attributes",
-        "data that draw",
-        "targets of another name",
-        "a function that computes the loss",
-    ],
-)
+PROBED = (
+    "dynamic rotary frequencies", "a sum and a count in attributes", "data that draw", "targets of another name",
+    "a function that computes the loss",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(PROBED, "a sum and a count in attributes", "data that draw"))
 def test_a_probe_leaves_a_stranger_as_it_was(name: str, tmp_path: Path) -> None:
     check(HABITS[name], tmp_path, "auto")
 
 
-@pytest.mark.parametrize("name", strangers.OF_TRL)
+OF_TRL = few(
+    strangers.OF_TRL, "SFT of answers", "DPO with aot", "KTO", "CPO", "CPO in half precision",
+    "CPO without a mean of tokens", "GKD that generates",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_TRL)
 def test_a_trainer_of_trl_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     check(strangers.OF_TRL[name], tmp_path, strangers.OF_TRL[name].size)
@@ -183,9 +185,11 @@ def test_where_accumulation_adds_means_up_the_line_that_says_so_names_the_factor
     assert re.search(r"\b4\b", line)
 
 
-def test_two_means_are_found_where_whole_batches_are_accumulated(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="trl is not installed")
+@pytest.mark.parametrize("name", few(["two means over different numbers", "ORPO"], "two means over different numbers"))
+def test_two_means_are_found_where_whole_batches_are_accumulated(name: str, tmp_path: Path) -> None:
+    if name in strangers.OF_TRL:
+        pytest.importorskip("trl", reason="trl is not installed")
     whole = AdaptiveArguments(use_maximum_batch_size=True, max_batch_size=8)
-    trainer = strangers.OF_TRL["ORPO"].make(tmp_path, whole, gradient_accumulation_steps=2)
+    trainer = {**HABITS, **strangers.OF_TRL}[name].make(tmp_path, whole, gradient_accumulation_steps=2)
     with pytest.raises(ConfigError, match=strangers.TWO_MEANS):
         trainer.train()

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from adaptive_batching import ConfigError
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments, adopt
+from tests.support.wide import few, wide
 from tests.transformers import trainers
 from tests.transformers.trainers import OutOfMemory, assert_alike, losses, make_trainer, without_probe
 
@@ -84,8 +85,8 @@ DATA = {"stream": Stream, "drawn": lambda: Stream(draws=True), "sized": Sized, "
 @pytest.mark.parametrize(
     ("kind", "ours", "short"),
     [
-        ("stream", "auto", None), ("stream", 2, 30), ("datasets", "auto", 50), ("datasets", 2, None),
-        ("drawn", 2, None), ("sized", "auto", None), ("workers", 2, None),
+        wide("stream", "auto", None), ("stream", 2, 30), ("datasets", "auto", 50), wide("datasets", 2, None),
+        ("drawn", 2, None), wide("sized", "auto", None), wide("workers", 2, None),
     ],
 )  # fmt: skip
 def test_a_stream_trains_as_before_and_nothing_of_it_is_lost_when_memory_runs_out(
@@ -113,12 +114,12 @@ def test_the_rest_of_a_pass_is_a_step_of_its_own(tmp_path: Path) -> None:
     assert [step["samples"] for step in steps] == 2 * [8, 8, 8, 8, 4]
 
 
-@pytest.mark.parametrize("step", [3, 7], ids=lambda step: f"step {step}")
+@pytest.mark.parametrize("step", few([3, 7], 7), ids=lambda step: f"step {step}")
 def test_a_stream_goes_on_where_it_was_left_in_whatever_pass(step: int, tmp_path: Path) -> None:
     whole = trained(tmp_path, TWO, save_strategy="steps", save_steps=step)
     resumed = trained(tmp_path / "resumed", TWO, checkpoint=str(tmp_path / f"checkpoint-{step}"))
     trainers.assert_same(resumed, whole, losses)
-    if step == 3:
+    if step == 7:
         longer = trained(tmp_path / "longer", TWO, checkpoint=str(tmp_path / f"checkpoint-{step}"), max_steps=9)
         assert longer.state.global_step == 9
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from adaptive_batching.transformers import AdaptiveArguments, adopt
+from tests.support.wide import few, wide
 from tests.transformers import trainers
 from tests.transformers.strangers import weighted_sum
 from tests.transformers.trainers import assert_same, make_trainer
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, "auto", "maximum"))
 def test_a_run_that_probes_trains_as_one_that_is_given_what_it_finds(case: str, tmp_path: Path) -> None:
     arguments, settings, probes = CASES[case]
 
@@ -156,7 +157,7 @@ class Heard(transformers.TrainerCallback):
         self.logs += "seen" in logs
 
 
-@pytest.mark.parametrize(("size", "forwards"), [(4, 10), ("auto", 5)])
+@pytest.mark.parametrize(("size", "forwards"), [wide(4, 10), ("auto", 5)])
 def test_what_a_loss_logs_is_sent_for_parts_of_training_and_never_for_checks_and_the_probe(
     size: Any, forwards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +184,9 @@ class Masking:
         return {**batch, "labels": batch["labels"].masked_fill(drawn < 0.2, -100)}
 
 
-@pytest.mark.parametrize("given", [{"micro_batch_size": 40}, {"use_maximum_batch_size": True, "max_batch_size": 40}])
+@pytest.mark.parametrize(
+    "given", [wide({"micro_batch_size": 40}), {"use_maximum_batch_size": True, "max_batch_size": 40}]
+)
 def test_what_a_collate_function_draws_in_training_is_what_it_draws_first(given: Any, tmp_path: Path) -> None:
     """The step is one forward, so that it draws as Trainer does; what comes before draws nothing, nor do audits."""
     settings: dict[str, Any] = dict(per_device_train_batch_size=40, num_train_epochs=3)

@@ -15,6 +15,7 @@ import transformers  # noqa: E402
 
 from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
 from tests.support.pages import blocks  # noqa: E402
+from tests.support.wide import few, wide  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
 from tests.transformers.trainers import OutOfMemory, arguments, assert_alike, logged  # noqa: E402
 
@@ -108,6 +109,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("DPO", {"lora": True, "loss_type": ["sigmoid_norm"]}),
     ("Reward", {}),
 ]
+NARROW: list[tuple[str, dict[str, Any]]] = [("SFT", {}), ("Reward", {})]
 
 
 METRICS = {
@@ -124,8 +126,13 @@ METRICS = {
 @pytest.mark.parametrize(
     ("kind", "settings", "ours"),
     [
-        *(pytest.param(*case, "auto", marks=[pytest.mark.wide] if case[1] else []) for case in CASES),
-        *((kind, {}, ours) for kind in ("SFT", "DPO", "Reward") for ours in (3, None)),
+        *((*case, "auto") if case in NARROW else wide(*case, "auto") for case in CASES),
+        wide("SFT", {}, 3),
+        ("SFT", {}, None),
+        ("DPO", {}, 3),
+        wide("DPO", {}, None),
+        wide("Reward", {}, 3),
+        wide("Reward", {}, None),
     ],
     ids=str,
 )
@@ -154,7 +161,7 @@ def test_a_trainer_of_trl_trains_as_before(
     assert found["num_tokens"] == expected["num_tokens"], "each sample counts once"
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+@pytest.mark.parametrize("kind", few(["SFT", "DPO", "Reward"], "SFT"))
 def test_what_is_counted_in_a_step_that_runs_again_counts_once(kind: str, tokenizer: Any, tmp_path: Path) -> None:
     trained, failures = [], 0
     for ours in (None, AdaptiveArguments(micro_batch_size=8)):
@@ -177,7 +184,7 @@ def test_the_probe_and_checks_count_nothing(tokenizer: Any, tmp_path: Path) -> N
     assert trainer._total_train_tokens == 0 and not any(map(len, trainer._metrics.values()))
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+@pytest.mark.parametrize("kind", few(["SFT", "DPO", "Reward"], "DPO"))
 def test_an_evaluation_in_parts_gives_what_it_would_have_given(kind: str, tokenizer: Any, tmp_path: Path) -> None:
     found, predicted = [], []
 
