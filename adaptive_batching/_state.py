@@ -37,6 +37,12 @@ _HOW_TO_DECLARE = (
 )
 
 
+class Reported:
+    """Whether a run has been looked at for what changes besides its declared state, which is reported once."""
+
+    is_done = False
+
+
 class State:
     """The declared state, which user code may change. A step saves it, and puts it back before its samples run again.
 
@@ -52,6 +58,7 @@ class State:
         trainer: Has models as attributes.
         listed: Objects with ``state_dict`` and ``load_state_dict``.
         how_to_declare: What to do about a change that is not declared, in words.
+        reported: Shared by states of one run; None for one of its own.
 
     Raises:
         ConfigError: If a listed object has no such methods.
@@ -66,6 +73,7 @@ class State:
         trainer: Any = None,
         listed: Iterable[Any] = (),
         how_to_declare: str = _HOW_TO_DECLARE,
+        reported: Reported | None = None,
     ) -> None:
         self.how_to_declare = how_to_declare
         self.models, self.draws, self.trainer, self.listed = [*models], [*draws], trainer, [*listed]
@@ -79,8 +87,8 @@ class State:
         self._large: dict[int, tuple[torch.Tensor, bool]] = {}  # of the last step, by number: if that has changed it
         self._constant: dict[int, Kept] | None = None  # small ones that the first step has left as they were, by number
         self._saved: Saved | None = None
-        self.has_reported = False
-        """True once it was looked at what else changes."""
+        self.reported = Reported() if reported is None else reported
+        """Whether it was looked at what else changes."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -170,6 +178,7 @@ class Saved:
         for optimizer in optimizers:
             self._note_numbers(vars(optimizer))
             self._note((optimizer.state, optimizer.param_groups))
+        is_checked = parameters is not None  # a step is not: hashes of all frozen weights would take long
         if parameters is None:
             trained = [each for each in weights if each is not None and each.requires_grad]
             frozen = [each for each in weights if each is not None and not each.requires_grad]
@@ -181,7 +190,7 @@ class Saved:
             left -= 0 if id(parameter) in skipped else size_of(parameter)
             if left >= 0:
                 self._tensors.append(parameter)
-            else:
+            elif is_checked:
                 self._compared.append((parameter, hash_of(parameter)))
         tensors = {id(each): each for each in self._tensors if id(each) not in skipped}
         self.kept = [Kept(each) for each in tensors.values()]

@@ -29,10 +29,10 @@ def reporting(state: State, *others: Any) -> Iterator[None]:
     They are those of modules and losses of ``state``, of its trainer, and of ``others``. Compared is what they show:
     numbers, sizes of containers, tensors.
     """
-    if state.has_reported:
+    if state.reported.is_done:
         yield
         return
-    state.has_reported = True
+    state.reported.is_done = True
     before = _seen(state, others)
     yield
     after = _seen(state, others)

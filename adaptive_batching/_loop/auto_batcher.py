@@ -52,11 +52,10 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
             del self._forward  # which may hold what it has computed
         return results
 
-    def split(self, groups: Sequence[range]) -> Iterator[list[Part]]:
+    def split(self, samples: range) -> Iterator[list[Part]]:
         """Yield one part of the rows that are left: as many as fit."""
-        [rows] = groups
-        length = self._lengths[rows.start]
-        part = rows[: self.limit.samples(length, len(rows))]
+        length = self._lengths[samples.start]
+        part = samples[: self.limit.samples(length, len(samples))]
         yield [Part(part, len(part) * length, longest=length)]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], Sequence[Any]]]:

@@ -82,8 +82,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self.samples, self._filler, self._backward = samples, filler, backward
         self._num_samples = num_samples
 
-    def split(self, groups: Sequence[list[Sample]]) -> Iterator[list[LossPart]]:
-        [samples] = groups
+    def split(self, samples: list[Sample]) -> Iterator[list[LossPart]]:
         parts = None if self._sharing is None else self._shared(samples, self._sharing)
         self.rearranges = parts is not None  # some may have come from another rank, which is a part of its step
         if parts is None:

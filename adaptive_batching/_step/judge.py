@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _PARTS = 16  # of a step, of which two samples are chosen
 _TIMES = 4  # as long as the other one of them should be
 _FIRST = 2**16  # numbers of each tensor that are changed, or compared
+_TIMES_CHANCE = 5  # what other random numbers change, for the error that they explain
 _TIMES_ROUNDING = 3  # what rounding in the last place of weights changes, for that of all that is computed from them
 
 RunParts = Callable[[Sequence[list[Any]]], float | None]
@@ -179,19 +180,21 @@ class Audit:
                     return False
                 error = min(error, in_another_order[0])
                 rounding = max(rounding, _TIMES_ROUNDING * of_rounding[0])
+            is_chance = False
             if rounding < error < math.inf and repeats and any(of_ranks := self._ranks.gather(draws)):
                 if (by_chance := measured(together, with_other_numbers)) is None:
                     return False
-                if by_chance[0] > rounding:  # else what is drawn explains nothing
+                # As little as a model's own noise would hide an error that is many times as large.
+                is_chance = by_chance[0] > max(rounding, error / _TIMES_CHANCE)
+                if is_chance:
                     self._warn_of(set[str]().union(*of_ranks))
-                    return True
         if error == math.inf:
             raise ConfigError(
                 "a backward pass changes what is trained or takes the gradients away, as a hook of "
                 "register_post_accumulate_grad_hook does that steps an optimizer, so that each part of a batch would "
                 "be a step of its own; step the optimizer after the backward pass, or train without adaptive batching"
             )
-        if error > rounding:
+        if error > rounding and not is_chance:
             raise GradientsDifferError(
                 f"the gradient of a batch in two parts is {percent(error)} off that of the same batch in one (in step "
                 f"{self._step}), so that training in parts would go wrong. The loss or the model uses statistics of "
@@ -476,6 +479,8 @@ class WithoutChance(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         self._has_levels = self._has_levels or name in _LEVELS
+        if isinstance(kwargs.get("generator"), torch.Generator):  # of the user's own, which nobody would put back
+            del kwargs["generator"]
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:

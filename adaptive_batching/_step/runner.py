@@ -90,10 +90,9 @@ class StepRunner(Generic[Samples, P, R]):
         self._parallel = DataParallel(ALONE, work.parameters) if parallel is None else parallel
         self._audit = audit
         self._recovers = recovers
-        self._groups: list[Samples] = []  # of the step so far
+        self._batches: list[tuple[Samples, RandomState | None]] = []  # of the step so far, each with its state before
         self._failures = 0  # how often they have run out of memory
         self._steps = 0  # that have ended
-        self._random_state: RandomState | None = None
         self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_REPORTED)
         self._shrank = self._ran_again = False  # since the last step ended
         self._retried: P | None = None  # a part of it whose allocator had to start over
@@ -119,12 +118,10 @@ class StepRunner(Generic[Samples, P, R]):
     def begin(self) -> None:
         """Begin a step, or what can run again by itself."""
         work = self._work
-        self._groups, self.done, self._failures = [], [], 0
+        self._batches, self.done, self._failures = [], [], 0
         if work.device is not None:
             self._starts.note(counted(work.device, BYTES_IN_USE))
         if self._recovers and work.state is not None:
-            assert work.device is not None
-            self._random_state = RandomState(work.device)
             work.state.save()  # last: what has begun stays where samples run again
 
     def add(self, samples: Samples) -> None:
@@ -135,17 +132,22 @@ class StepRunner(Generic[Samples, P, R]):
             ConfigError: If parts do not add up to their union.
             Exception: Any other error of a part; an :class:`OtherRankError` repeats it on ranks that run along.
         """
-        self._groups.append(samples)
-        failed = self._try([samples], again=False)
+        device, puts_back = self._work.device, self._recovers and self._work.state is not None
+        self._batches.append((samples, RandomState(device) if puts_back and device is not None else None))
+        failed = self._try(samples, again=False)
         while failed is not None:
             self._recover(*failed)
             self.done.clear()
-            failed = self._try(self._groups, again=True)
+            for batch, random_state in self._batches:
+                if random_state is not None:  # others may have drawn since the batch before, as to read or generate
+                    random_state.put_back()
+                if (failed := self._try(batch, again=True)) is not None:
+                    break
 
-    def _try(self, groups: Sequence[Samples], *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
-        """Run the parts of ``groups`` until some run out of memory; return these, or None if all have run."""
+    def _try(self, samples: Samples, *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
+        """Run the parts of a batch until some run out of memory; return these, or None if all have run."""
         roots, ranks = self._parallel.roots, self._parallel.ranks
-        for parts in self._work.split(groups):
+        for parts in self._work.split(samples):
             parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
@@ -305,8 +307,7 @@ class StepRunner(Generic[Samples, P, R]):
         )
         self._recovered.append((on, self.limit.max_tokens))
         work.put_back()
-        if self._random_state is not None and work.state is not None:
-            self._random_state.put_back()
+        if self._recovers and work.state is not None:
             work.state.put_back()
 
     def _why_final(self, failed: FailedPart, words: Words) -> str | None:

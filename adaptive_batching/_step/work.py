@@ -63,8 +63,8 @@ class Work(ABC, Generic[Samples, P, R]):
 
     # How it computes; what a runner is handed ready to run needs neither split nor runs
 
-    def split(self, groups: Sequence[Samples]) -> Iterable[Sequence[P]]:
-        """Yield parts of ``groups`` that are expected to fit, all of those that run in one go together.
+    def split(self, samples: Samples) -> Iterable[Sequence[P]]:
+        """Yield parts of ``samples`` that are expected to fit, all of those that run in one go together.
 
         The runner comes for the next when these have run. No part has more tokens than :attr:`limit` allows, other than
         a single sample.

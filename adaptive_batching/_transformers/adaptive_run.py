@@ -289,7 +289,8 @@ class AdaptiveRun:
             DoesNotFitError: If not even a short sample fits.
         """
         trainer, state = self._trainer, state_of(self._trainer)
-        state.has_reported = self.step is not None and self.step.state.has_reported  # in an earlier run
+        if self.step is not None:  # of an earlier run
+            state.reported = self.step.state.reported
         of_accelerate = trainer.accelerator._dataloaders
         draws = unchanged_random_state(trainer.args.device), draws_put_back(trainer.data_collator)
         with draws[0], draws[1], reporting(state):

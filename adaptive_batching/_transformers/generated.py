@@ -127,13 +127,12 @@ class RowsWork(Work[Any, RowsPart, Any]):
 class CompletionsWork(RowsWork):
     """Forward and backward of prepared batches, each of which leaves the gradient of TRL's loss of all of it."""
 
-    def split(self, groups: Sequence[PreparedBatch]) -> Iterator[list[RowsPart]]:
+    def split(self, samples: PreparedBatch) -> Iterator[list[RowsPart]]:
         run = self._run
-        for batch in groups:
-            if run.rows_depend(batch):
-                yield self.parts(batch.rows, run.rule, learns=False)
-                run.take_entropy_mask(batch)
-            yield self.parts(batch.rows, run.rule, learns=True)
+        if run.rows_depend(samples):
+            yield self.parts(samples.rows, run.rule, learns=False)
+            run.take_entropy_mask(samples)
+        yield self.parts(samples.rows, run.rule, learns=True)
 
     def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], Any]]:
         return [partial(self._run.forward_backward, part) for part in parts]
@@ -161,8 +160,8 @@ class ForwardWork(RowsWork):
     everything = "the completions"
     call: Call
 
-    def split(self, groups: Sequence[Call]) -> Iterator[list[RowsPart]]:
-        [self.call] = groups
+    def split(self, samples: Call) -> Iterator[list[RowsPart]]:
+        self.call = samples
         yield self.parts(self.call.batch.rows, self.call.rule, learns=False)
 
     def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], tuple[TokenValues, tuple[Any, ...]]]]:

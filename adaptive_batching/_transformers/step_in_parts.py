@@ -234,12 +234,11 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """Return a row whose last sample is several, for a probe."""
         return row.cut_again(shortest, self.targets)
 
-    def split(self, groups: Sequence[Sequence[list[Sample]]]) -> Iterator[list[Part]]:
-        """Yield the samples of a step, which is the one group, in parts that are expected to fit."""
-        [batches] = groups
-        shared = None if self.sharing is None else self._shared(batches, self.sharing)
-        lists = self._lists(batches) if shared is None else shared
-        yield [self._part(samples) if samples else self.filler() for samples in lists]
+    def split(self, samples: Sequence[list[Sample]]) -> Iterator[list[Part]]:
+        """Yield the batches of a step in parts that are expected to fit."""
+        shared = None if self.sharing is None else self._shared(samples, self.sharing)
+        lists = self._lists(samples) if shared is None else shared
+        yield [self._part(each) if each else self.filler() for each in lists]
 
     def _part(self, samples: list[Sample]) -> Part:
         return Part(samples, self.tokens(samples), longest=self.longest(samples))
@@ -284,7 +283,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return sum(operator.index(sample[self.label]) != self.kind.ignored for sample in samples)
 
     def filler(self) -> Part:
-        return Part(self.filler_samples, self.tokens(self.filler_samples), weight=0)
+        filler = self.filler_samples
+        return Part(filler, self.tokens(filler), weight=0, longest=self.longest(filler))
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]

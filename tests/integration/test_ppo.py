@@ -14,6 +14,7 @@ from torch import nn
 from torchtune.models.llama2 import llama2_classifier
 from torchtune.modules import KVCache
 
+from adaptive_batching._torchtune.ppo.rollouts import Rollout
 from adaptive_batching._torchtune.train import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
@@ -160,6 +161,24 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
 def without_trying_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the forward of a few samples by which recovery knows that a model can be split: it would fail."""
     monkeypatch.setattr("adaptive_batching._torchtune.ppo.ppo_run.batch_dependent_module", lambda host: None)
+
+
+def test_a_rollout_runs_again_after_optimizers_have_stepped_in_a_backward_pass(
+    run: PPO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_trying_out(monkeypatch)
+    rollouts, stock = [], Rollout.run
+
+    def second_runs_out(self: Any, *args: Any) -> Any:
+        rollouts.append(1)
+        if len(rollouts) == 2:
+            plan.update(without_gradients=True, call=plan["calls"] + 2, times=1, fits=1)
+        return stock(self, *args)
+
+    monkeypatch.setattr(Rollout, "run", second_runs_out)
+    one = ["ppo_batch_size=4", "forward_batch_size=4", "num_steps=12", "gradient_accumulation_steps=1"]
+    run(*FAULTY, *RECOVER, *one, "optimizer_in_bwd=True")
+    assert len(rollouts) == 3 and caplog.text.count("(recovery 1)") == 1
 
 
 @pytest.mark.parametrize("phase", ["rollout", "learning"])

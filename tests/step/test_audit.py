@@ -185,13 +185,14 @@ class Draws(nn.Module):
         return result
 
 
-def drawing(draw: Callable[[torch.Tensor], torch.Tensor]) -> AdaptiveStep[torch.Tensor]:
-    def squares(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return (model(batch) - 1).square().sum(), len(batch)
+def squares(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(batch) - 1).square().sum(), len(batch)
 
+
+def drawing(draw: Callable[[torch.Tensor], torch.Tensor], loss: Any = squares) -> AdaptiveStep[torch.Tensor]:
     torch.manual_seed(0)
     model = Draws(draw)
-    step: AdaptiveStep[torch.Tensor] = AdaptiveStep(model, torch.optim.SGD(model.parameters(), lr=0.1), squares)
+    step: AdaptiveStep[torch.Tensor] = AdaptiveStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
     step.max_tokens = 3
     return step
 
@@ -226,6 +227,35 @@ def test_numbers_that_are_drawn_for_nothing_excuse_no_difference() -> None:
 
     with pytest.raises(ConfigError, match="uses statistics of the whole batch"):
         drawing(centred)([*torch.randn(8, 5)])
+
+
+def test_a_little_noise_does_not_hide_an_error_that_is_many_times_as_large() -> None:
+    def centred(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden - hidden.mean(0)
+        return hidden + 0.02 * F.gumbel_softmax(hidden) + 0.02 * F.gumbel_softmax(hidden)
+
+    with pytest.raises(ConfigError, match="uses statistics of the whole batch"):
+        drawing(centred)([*torch.randn(8, 5)])
+
+
+def test_the_number_of_losses_has_to_add_up_whatever_is_drawn() -> None:
+    def one_more(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (model(batch) - 1).square().sum(), len(batch) + 1
+
+    with pytest.raises(ConfigError, match="as the number of losses of a batch in two parts"):
+        drawing(lambda hidden: F.gumbel_softmax(F.gumbel_softmax(hidden)), one_more)([*torch.randn(8, 5)])
+
+
+def test_a_generator_of_the_models_own_is_as_good_as_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    own = torch.Generator().manual_seed(0)
+
+    def chosen(hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            hidden = hidden.gather(-1, torch.multinomial(hidden.softmax(-1), 6, generator=own))
+        return hidden
+
+    drawing(chosen)([*torch.randn(8, 5)])
+    assert "(by multinomial)" in caplog.text
 
 
 @pytest.mark.parametrize("name", OF_BATCHES)

@@ -145,10 +145,10 @@ class OnDevice(ToyWork):
         self._device, self.limit.bound = device, max_tokens
         self.num_retries = device.num_retries  # type: ignore[method-assign]
 
-    def split(self, groups: Sequence[list[int]]) -> Iterator[list[Part]]:
-        [lengths], most = groups, self.limit.max_tokens
+    def split(self, samples: list[int]) -> Iterator[list[Part]]:
+        most = self.limit.max_tokens
         assert most is not None
-        parts = [[lengths[index] for index in part] for part in split_by_length(lengths, most, 512)]
+        parts = [[samples[index] for index in part] for part in split_by_length(samples, most, 512)]
         yield [Part(part, self.tokens(part)) for part in parts]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], None]]:

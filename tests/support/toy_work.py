@@ -33,12 +33,11 @@ class ToyWork(Work[list[int], Part, Any]):
     def parameters(self) -> list[nn.Parameter]:
         return self.trained
 
-    def split(self, groups: Sequence[list[int]]) -> Iterator[list[Part]]:
-        for samples in groups:
-            longest = max(samples, default=1)
-            most = len(samples) if self.limit.max_tokens is None else max(self.limit.max_tokens // longest, 1)
-            parts = [samples[at : at + most] for at in range(0, len(samples), most)] if samples else []
-            yield [Part(part, len(part) * max(part), longest=max(part)) for part in parts]
+    def split(self, samples: list[int]) -> Iterator[list[Part]]:
+        longest = max(samples, default=1)
+        most = len(samples) if self.limit.max_tokens is None else max(self.limit.max_tokens // longest, 1)
+        parts = [samples[at : at + most] for at in range(0, len(samples), most)] if samples else []
+        yield [Part(part, len(part) * max(part), longest=max(part)) for part in parts]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], Any]]:
         return [lambda part=part: self.run(part.samples) for part in parts]  # type: ignore[misc]

@@ -234,6 +234,29 @@ def test_what_runs_again_draws_the_same_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(weights(undisturbed), weights(recovered))
 
 
+def test_random_numbers_of_a_generation_within_a_step_are_not_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for at in ([], [7]):  # in the second batch of a step, before which TRL has generated
+        torch.manual_seed(3)
+        more: dict[str, Any] = {"num_iterations": 1, "steps_per_generation": 1, "max_steps": 3}
+        trainer = make(tmp_path, {"micro_batch_size": 2}, **more)
+        fails_in_backward(trainer, at)
+        before: list[int] = []
+        generate = trainer._generate_single_turn
+
+        def noting(*args: Any, states: Any = before, stock: Any = generate, **kwargs: Any) -> Any:
+            states.append(hash(bytes(torch.get_rng_state().tolist())))
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(trainer, "_generate_single_turn", noting)
+        trainer.train()
+        found.append((before, weights(trainer)))
+    assert trainer.adaptive.num_recoveries == 1
+    assert found[0][0] == found[1][0] and difference(found[0][1], found[1][1]) < 2e-5
+
+
 @pytest.mark.parametrize("name", few(["dapo", "rloo"], "dapo"))
 def test_memory_that_runs_out_in_a_forward_of_any_kind_ends_in_the_same_updates(
     name: str, stock: Any, tmp_path: Path

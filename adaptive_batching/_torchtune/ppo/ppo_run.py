@@ -175,7 +175,7 @@ class PPORun:
         training.attend(hooks, [self._report, *watchers])
 
         # Checkpointing of activations saves nothing where none are kept.
-        of_rollout = replace(host, checkpoints_activations=True)
+        of_rollout = replace(host, checkpoints_activations=True, backward_optimizers=None)
         rollout_work = RolloutWork(of_rollout, stock, self._batch_dependent, self._rollout_rows, self._rollout_limit)
         rollout = Rollout(rollout_work, StepRunner(rollout_work, recovers=recovers))
 

@@ -47,17 +47,16 @@ class RolloutWork(RecipeWork[range, Trajectory]):
             stock.rng, len(prompts), self._chunk, stock.max_generated_tokens, stock.vocabulary
         )
 
-    def split(self, groups: Sequence[range]) -> Iterator[list[MicroBatch]]:
+    def split(self, samples: range) -> Iterator[list[MicroBatch]]:
         """Yield one part of the rows that are left; parts are as even as can be."""
-        [rows] = groups
         most = self.limit.samples(self._length, self._most_rows or self._chunk)
         # Within a chunk no draw is made twice.
-        left = (self.draws.end_of_chunk(rows.start) if most <= self._chunk else rows.stop) - rows.start
+        left = (self.draws.end_of_chunk(samples.start) if most <= self._chunk else samples.stop) - samples.start
         num_parts = -(-left // most)
-        part = rows[: -(-left // num_parts)]
-        self._start = part.start
-        samples = list(self._samples[part.start : part.stop])
-        yield [MicroBatch(samples, len(part) * self._length, longest=max(map(self.length, samples)))]
+        rows = samples[: -(-left // num_parts)]
+        self._start = rows.start
+        prompts = list(self._samples[rows.start : rows.stop])
+        yield [MicroBatch(prompts, len(rows) * self._length, longest=max(map(self.length, prompts)))]
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Trajectory]]:
         return [partial(self._generate, self._start, self._start + len(part.samples)) for part in parts]

@@ -255,7 +255,7 @@ def host_of(
         loader=recipe._dataloader,
         device=recipe._device,
         ranks=ranks,
-        loss=stock.loss,
+        losses={"loss": stock.loss},
         backward_optimizers=backward_optimizers if in_backward else None,
         is_compiled=bool(recipe.compile),
         checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in stock.model.modules()),

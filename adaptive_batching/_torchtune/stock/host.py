@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torchtune.training.checkpointing import DistributedCheckpointer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
-from adaptive_batching._state import State
+from adaptive_batching._state import Reported, State
 from adaptive_batching._torchtune.stock.data import SampleLoader
 from adaptive_batching._torchtune.stock.end_to_end import RowSeams
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
@@ -83,7 +83,8 @@ class Host:
     loader: SampleLoader
     device: torch.device
     ranks: Ranks
-    loss: Any = None  # as configured
+    losses: Mapping[str, Any] = field(default_factory=dict)  # as configured, by name
+    reported: Reported = field(default_factory=Reported)
     num_replicas: int = 1  # ranks that see different samples; fewer than all ranks under tensor parallelism
     clip_norm: float | None = None
     backward_optimizers: OptimizersInBackward | None = None  # of optimizers that step in the backward pass
@@ -112,7 +113,7 @@ class Host:
     def state(self) -> State:
         """The state that the user's code may change: of models, the loss, and a collate function that draws."""
         return State(
-            self.models, losses={"loss": self.loss}, draws=[self.loader.collate],
+            self.models, losses=self.losses, draws=[self.loader.collate], reported=self.reported,
             how_to_declare="keep the values in buffers of the loss or the model",
         )  # fmt: skip
 
@@ -185,7 +186,7 @@ def host_of(
         loader=loader,
         device=recipe._device,
         ranks=ranks,
-        loss=recipe._loss_fn,
+        losses={"loss": recipe._loss_fn, "kd_loss": getattr(recipe, "_kd_loss_fn", None)},
         num_replicas=int(getattr(recipe, "dp_size", ranks.size)),
         tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
         clip_norm=None if clip_norm is None else float(clip_norm),

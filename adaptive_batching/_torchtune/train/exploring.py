@@ -149,7 +149,7 @@ def _timer_of_steps(
         work.splitter.begin_step()
         if isinstance(candidate, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        parts = runners[candidate].filled_up([part for group in work.split([window]) for part in group])
+        parts = runners[candidate].filled_up([part for group in work.split(window) for part in group])
         if candidate not in warm:  # allocating memory and choosing kernels are paid for once
             warm.add(candidate)
             if seconds_of(candidate, parts if host.is_compiled else parts[:1]) is None:  # shapes may be compiled each

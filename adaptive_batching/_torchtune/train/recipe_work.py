@@ -180,13 +180,13 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
             self._host.backward_optimizers.updated = False
         self.splitter.begin_step()
 
-    def split(self, groups: Sequence[list[list[Sample]]]) -> Iterator[list[MicroBatch]]:
-        batches = [batch for group in groups for batch in group]
-        self._last = batches[0]
+    def split(self, samples: list[list[Sample]]) -> Iterator[list[MicroBatch]]:
+        """Yield the parts of batches: of all of them together, or of each by itself."""
+        self._last = samples[0]
         if self.together:
-            yield self.splitter.split_together(batches)
+            yield self.splitter.split_together(samples)
         else:
-            for self._last in batches:
+            for self._last in samples:
                 yield self.splitter.split(self._last)
 
     def tokens(self, samples: list[Sample]) -> int:

@@ -119,9 +119,8 @@ class ValidationWork(RecipeWork[list[Sample], Sums]):
     def parameters(self) -> list[nn.Parameter]:
         return []  # gradients are training's
 
-    def split(self, groups: Sequence[list[Sample]]) -> Iterator[list[MicroBatch]]:
+    def split(self, samples: list[Sample]) -> Iterator[list[MicroBatch]]:
         """Yield micro-batches that weigh as much as they have targets."""
-        [samples] = groups
         longest_first = sorted(samples, key=self._host.objective.size, reverse=True)
         parts = []
         for part in self._splitter.split(longest_first or [self._filler]):
