@@ -808,7 +808,7 @@ HABITS: Mapping[str, Habit] = {
     "losses balanced by their gradients": Habit(
         computing(balanced_by_gradients, classes, AveragingTrainer, **OF_CLASSES), REFUSED
     ),
-    "a batch of eight": Habit(of_classes(of_eight, kind=AveragingTrainer), "runs 8 samples, and not one"),
+    "a batch of eight": Habit(of_classes(of_eight, kind=AveragingTrainer), "runs 8 samples, but not one"),
     "gradients that are clamped": Habit(making(clamping), REFUSED),
     "spectral norm": Habit(classifying(spectral), REFUSED),
     "an LSTM over padding": Habit(classifying(recurrent), REFUSED),
