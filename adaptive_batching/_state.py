@@ -38,7 +38,7 @@ _HOW_TO_DECLARE = (
 
 
 class Reported:
-    """Whether a run has been looked at for what changes besides its declared state, which is reported once."""
+    """Whether undeclared side effects have been looked for in a run; they are reported once."""
 
     is_done = False
 
@@ -88,7 +88,7 @@ class State:
         self._constant: dict[int, Kept] | None = None  # small ones that the first step has left as they were, by number
         self._saved: Saved | None = None
         self.reported = Reported() if reported is None else reported
-        """Whether it was looked at what else changes."""
+        """Whether undeclared side effects have been looked for."""
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -12,10 +12,10 @@ _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )  # fmt: skip
 BYTES_IN_USE = "allocated_bytes.all.current"
-"""What the allocator has handed out, for :func:`counted`."""
+"""The name by which :func:`counted` gives the bytes in use."""
 
 RETRIES = "num_alloc_retries"
-"""How often it has emptied its cache and tried again, for :func:`counted`."""
+"""The name by which it gives how often the allocator has emptied its cache and tried again."""
 
 
 def workspace_bytes(device: int | None = None) -> int:

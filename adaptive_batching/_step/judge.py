@@ -1,7 +1,7 @@
 """Do parts of a batch add up to it? Batch norms by name, and all else by the gradient that both leave.
 
 Meanwhile common random numbers do not depend on the batch that they are drawn for (:class:`WithoutChance`), so that
-dropout makes no difference. Where others are drawn, a difference proves nothing, and a warning says what draws.
+dropout makes no difference. A difference that others explain proves nothing, and a warning says what draws.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class GradientsDifferError(ConfigError):
 class Audit:
     """Compares the gradient of two parts with that of their union, on all ranks together.
 
-    The first comparison also reports what the samples change that nobody puts back. Gradients that differ where random
-    numbers are drawn that :class:`WithoutChance` does not replace prove nothing: the first time, a warning says so.
+    The first comparison also reports what the samples change that nobody puts back. If random numbers that
+    :class:`WithoutChance` does not replace explain a difference, it proves nothing: the first time, a warning says so.
 
     It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
     or three samples run, of unlike lengths, and short ones of these, so that it costs a small part of these steps.
@@ -184,7 +184,7 @@ class Audit:
             if rounding < error < math.inf and repeats and any(of_ranks := self._ranks.gather(draws)):
                 if (by_chance := measured(together, with_other_numbers)) is None:
                     return False
-                # As little as a model's own noise would hide an error that is many times as large.
+                # Else a little noise of the model's own would hide an error many times its size.
                 is_chance = by_chance[0] > max(rounding, error / _TIMES_CHANCE)
                 if is_chance:
                     self._warn_of(set[str]().union(*of_ranks))

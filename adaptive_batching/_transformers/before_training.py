@@ -1,4 +1,4 @@
-"""What a Trainer's step is checked for before it trains: how its samples lie, and that gradients of parts add up."""
+"""The checks of a Trainer's step before training: how its samples lie, and whether gradients of parts add up."""
 
 from __future__ import annotations
 

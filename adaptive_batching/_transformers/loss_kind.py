@@ -25,6 +25,7 @@ from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._state import draws_put_back, rehearsal
 from adaptive_batching._step.judge import WithoutChance, error_of_sum, find_batch_norm
+from adaptive_batching._step.runner import Outcome
 from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
@@ -417,8 +418,8 @@ class _Trials:
             if not is_out_of_memory(error):
                 raise
             failure = error
-        if ranks.any(failure is not None):  # all try again, with fewer samples
-            raise torch.OutOfMemoryError("out of memory on this rank or another") from failure
+        # All try again, with fewer samples.
+        Outcome([], failed=ranks.any(failure is not None), error=failure).raise_if_failed()
         issued, depends = num_collectives(device) - before, losses[0] != losses[1]
         if ranks.any(issued > 0 or depends):
             what = "depends on what it gathers or sums over ranks" if depends else "communicates in each forward pass"

@@ -75,7 +75,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         size: How a step is split.
         length: Tokens of a sample; None if unknown.
         ranks: That train together.
-        state: What a step may change; None for that of ``trainer``.
+        state: What a step may change.
         padding: True to pad samples whatever the model; False to lay them end to end where it honours that.
         balances_ranks: True to have ranks share out the samples of a step, where these are split by length.
         joins_batches: True to have samples of several batches of a step share a forward.
@@ -92,7 +92,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         length: Callable[[Sample], int] | None,
         ranks: Ranks = ALONE,
         *,
-        state: State | None = None,
+        state: State,
         padding: bool = True,
         balances_ranks: bool = False,
         joins_batches: bool = True,
@@ -100,7 +100,6 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         recovers: bool = True,
         audit_every: int | None = None,
     ) -> None:
-        state = state or state_of(trainer)
         super().__init__(trainer.args.device, lambda samples: trainer.data_collator(samples), length, state)
         self.kind = kind
         """How the losses of parts make up that of a step."""

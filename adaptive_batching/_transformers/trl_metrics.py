@@ -1,4 +1,4 @@
-"""What a trainer of TRL counts for its logs: put back, and of parts joined as those of one batch."""
+"""The metrics that a TRL trainer logs: put back after checks, and joined over the parts of a batch."""
 
 from __future__ import annotations
 

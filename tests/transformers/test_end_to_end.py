@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from adaptive_batching._transformers.before_training import get_ready
+from adaptive_batching._transformers.declared import state_of
 from adaptive_batching._transformers.handed_out import StepInputs, has_decoder, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.row_of_samples import NoRowError, row_of
@@ -34,7 +35,7 @@ def step_of(trainer: Any, samples: list[Any]) -> StepInParts:
     """Return the step of a trainer, ready to run."""
     kind, _ = find_loss_kind(trainer, samples)
     length = length_function(samples[0], targets=has_decoder(trainer.model))
-    step = StepInParts(trainer, kind, ByLength(), length, padding=False)
+    step = StepInParts(trainer, kind, ByLength(), length, state=state_of(trainer), padding=False)
     get_ready(step, samples)
     step.limit.bound = 45  # two or three samples
     return step
