@@ -24,8 +24,11 @@ class RandomState:
     """The state of all generators of the process: of Python, numpy, torch on the CPU, and all devices of a kind."""
 
     def __init__(self, device: torch.device) -> None:
-        self._devices = _all_of_kind(device)
-        self._of_torch = [random_state(each) for each in self._devices]
+        self._devices = [device]  # all that this process can reach, over which a model may be spread
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        if module is not None and hasattr(module, "get_rng_state_all") and module.device_count() > 1:
+            self._devices = [torch.device(device.type, index) for index in range(module.device_count())]
+        self._of_torch = list(map(random_state, self._devices))
         self._of_python = random.getstate()
         numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
         self._of_numpy = numpy_random and numpy_random.get_state()
@@ -55,13 +58,6 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         state.put_back()
-
-
-def _all_of_kind(device: torch.device) -> list[torch.device]:
-    """Return the devices of a kind that this process can reach, over which a model may be spread."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    count = module.device_count() if module is not None and hasattr(module, "get_rng_state_all") else 1
-    return [device] if count == 1 else [torch.device(device.type, index) for index in range(count)]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class State:
 
     def end(self, *, put_back: bool = False) -> None:
         """Forget what was saved; the step stands, unless it is ``put_back``."""
-        if self._saved is not None:
+        if self._saved is not None and self._saved.kept:
             large = [kept for kept in self._saved.kept if kept.is_large]
             self._large = {id(kept.tensor): (kept.tensor, kept.has_changed) for kept in large}
             if self._constant is None:
@@ -139,8 +139,8 @@ class State:
                 uncounted = {id(each) for one in self.modules if hasattr(one, "running_mean") for each in one.buffers()}
                 constant = [kept for kept in small if id(kept.tensor) not in uncounted and not kept.has_changed]
                 self._constant = {id(kept.tensor): kept for kept in constant}
-            if put_back:
-                self._saved.put_back()
+        if put_back:
+            self.put_back()
         self._saved = None
 
 
@@ -162,13 +162,13 @@ class Saved:
         optimizers: Iterable[Optimizer] = (),
         elsewhere: Iterable[torch.Tensor] = (),
     ) -> None:
-        self._modules = state.modules
-        self._modes = [module.training for module in self._modules]
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._tensors: list[Any] = []
         weights: list[nn.Parameter | None] = []
-        for module in self._modules:
+        for module in state.modules:
+            self._modes.append((module, module.training))
             weights += module._parameters.values()
             if module._buffers:
                 self._note(module._buffers)
@@ -180,10 +180,11 @@ class Saved:
             self._note((optimizer.state, optimizer.param_groups))
         is_checked = parameters is not None  # a step is not: hashes of all frozen weights would take long
         if parameters is None:
-            trained = [each for each in weights if each is not None and each.requires_grad]
-            frozen = [each for each in weights if each is not None and not each.requires_grad]
-            parameters = frozen if sum(map(size_of, frozen)) < sum(map(size_of, trained)) else []
-        skipped = {id(tensor) for tensor in elsewhere}
+            of_all = [each for each in weights if each is not None]
+            frozen = [each for each in of_all if not each.requires_grad]
+            are_few = frozen and 2 * sum(map(size_of, frozen)) < sum(map(size_of, of_all))
+            parameters = frozen if are_few else []
+        skipped = set(map(id, elsewhere))
         self._compared: list[tuple[nn.Parameter, int]] = []
         left = _COPIED_PARAMETERS
         for parameter in sorted(parameters, key=size_of):
@@ -216,7 +217,7 @@ class Saved:
                 self._note(each)
 
     def put_back(self) -> None:
-        for module, training in zip(self._modules, self._modes, strict=True):
+        for module, training in self._modes:
             module.training = training
         for container, entries in self._containers:
             container.clear()

@@ -43,9 +43,7 @@ class AutoBatcher(Work[range, Part, Sequence[Any]]):
         results: list[Result] = []
         try:
             while len(results) < len(lengths):
-                self._runner.begin()
-                self._runner.add(range(len(results), len(lengths)))
-                [(part, answers)] = self._runner.end()
+                [(part, answers)] = self._runner.step(range(len(results), len(lengths)))
                 assert len(answers) == len(part.samples), (len(answers), part)
                 results += answers
         finally:

@@ -19,7 +19,6 @@ from torch import nn
 from adaptive_batching._device import without_waiting
 from adaptive_batching._state import State
 from adaptive_batching._step.failed_part import FailedPart, Words
-from adaptive_batching._step.split import padded_tokens
 from adaptive_batching._step.work import P, R, Samples, Work
 from adaptive_batching._values import ConfigError
 
@@ -44,6 +43,7 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
         state: What a forward and backward may change.
     """
 
+    device: torch.device
     state: State
 
     def __init__(
@@ -65,12 +65,14 @@ class SampleWork(Work[Samples, P, R], Generic[Sample, Samples, P, R]):
 
     def tokens(self, samples: Sequence[Sample]) -> int:
         """Return the tokens of samples that run together, with padding; without a length, their number."""
-        lengths = self.lengths(samples)
-        return padded_tokens(lengths) if self.pads else sum(lengths)
+        return self.tokens_and_longest(samples)[0]
 
-    def longest(self, samples: Sequence[Sample]) -> int:
-        """Return the tokens of the longest of ``samples``; 0 without a length."""
-        return 0 if self._length is None else max(self.lengths(samples))
+    def tokens_and_longest(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Return the tokens of samples that run together, as :meth:`tokens` does, and those of the longest, or 0."""
+        lengths = self.lengths(samples)
+        longest = max(lengths)
+        tokens = len(lengths) * longest if self.pads else sum(lengths)
+        return tokens, 0 if self._length is None else longest
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """Return the tokens of each of ``samples``, at least 1; without a length, 1."""
@@ -163,14 +165,12 @@ def _summed(
     return torch.where(has_any, mean * number, 0 * mean.nan_to_num()), number
 
 
-def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(loss: Loss, model: nn.Module, batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the losses of ``batch`` and their number, both scalars.
 
-    The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
+    The sum is on ``device``, that of the model. A number that is known on the host stays there: no copy of it waits.
     """
     from torch.utils._pytree import tree_map
-
-    device = device_of(model)
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

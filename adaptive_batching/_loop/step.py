@@ -32,6 +32,7 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.sizing import ProbeRequest
 from adaptive_batching._ranks.agree import num_collectives
 from adaptive_batching._ranks.fsdp import end_forward
+from adaptive_batching._ranks.gradient_sum import sums_over_ranks
 from adaptive_batching._state import State, parameters_of, rehearsal
 from adaptive_batching._step.data_parallel import data_parallel_of
 from adaptive_batching._step.judge import Audit
@@ -192,21 +193,30 @@ class AdaptiveStep(Generic[Sample]):
     def _mean_loss(
         self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None], *, may_scale: bool
     ) -> torch.Tensor:
-        parallel, runner = self._parallel, self._runner
+        parallel = self._parallel
         parallel.check_size()
         with parallel.without_sync():
             if backward is not torch.Tensor.backward:
                 self._check_scale_of(backward, may_scale=may_scale)
-            end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
-            samples = self._start(samples, backward)
-            runner.begin()
-            runner.add(samples)
-            parts, results = zip(*runner.end(), strict=True)
-        total = torch.stack([loss for loss, _ in results]).sum()
-        number = reduce(operator.add, [number for _, number in results])
-        total, number = parallel.total(total, number)
+            if parallel.roots:
+                end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
+            if parallel.ranks.size == 1:
+                checked = self._checked(samples)
+                num_samples, filler = len(checked), checked[:1]
+            else:
+                checked, num_samples, filler = self._checked_on_all(samples)
+            if not num_samples:
+                raise ConfigError("samples is empty; a step needs at least one")
+            self._work.start_step(checked, filler[0], num_samples, backward)
+            if parallel.ranks.size > 1 or parallel.roots:
+                self._look_at_communication(filler * 2)
+            parts, results = zip(*self._runner.step(checked), strict=True)
+        losses, numbers = zip(*results, strict=True)
+        total, number = torch.stack(losses).sum(), reduce(operator.add, numbers)
+        if parallel.ranks.size > 1:
+            total, number = sums_over_ranks([total, number], total.device)
         number = nonzero(number)
-        self._work.note_number(number)
+        self._work.last_number = number, num_samples
         if parts[0].divisor is not None:  # the same for all parts and ranks
             parallel.sum_gradients(parts[0].divisor / number.item())
         trained = [parameter for parameter in self._work.parameters() if parameter.requires_grad]
@@ -218,13 +228,16 @@ class AdaptiveStep(Generic[Sample]):
     @contextlib.contextmanager
     def _own_gradients(self) -> Iterator[None]:
         """Lay aside what gradients there are that the optimizer does not clear; an error leaves none but these."""
-        of_optimizer = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        before = [(parameter, parameter.grad) for parameter in self._work.parameters()]
-        others = [
-            (each, gradient) for each, gradient in before if gradient is not None and id(each) not in of_optimizer
-        ]
-        for parameter, _ in others:
-            parameter.grad = None
+        of_optimizer = set[nn.Parameter]()
+        for group in self._optimizer.param_groups:
+            of_optimizer.update(group["params"])
+        before: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        others: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for parameter in self._work.parameters():
+            before.append((parameter, parameter.grad))
+            if parameter.grad is not None and parameter not in of_optimizer:
+                others.append((parameter, parameter.grad))
+                parameter.grad = None
         try:
             yield
         except BaseException:
@@ -293,7 +306,7 @@ class AdaptiveStep(Generic[Sample]):
             self._look_at_communication([sample] * (1 if self._parallel.roots else 2))
 
         def of_batch(batch: Any) -> None:
-            total, number = run_forward(self._loss, self._model, batch)
+            total, number = run_forward(self._loss, self._model, batch, device)
             (total / number).backward()  # type: ignore[no-untyped-call]
 
         def run(batch: Any) -> None:
@@ -311,20 +324,6 @@ class AdaptiveStep(Generic[Sample]):
         result = find_largest(step, settings, memory_meter(device), request, ranks=ranks)
         self._work.limit.note(result.batch_size * self._work.tokens([sample]))
         return result
-
-    def _start(self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None]) -> list[Sample]:
-        """Check the samples of a step and hand them to the work; any error is one of all ranks."""
-        if self._parallel.ranks.size == 1:
-            checked = self._checked(samples)
-            number, filler = len(checked), checked[:1]
-        else:
-            checked, number, filler = self._checked_on_all(samples)
-        if not number:
-            raise ConfigError("samples is empty; a step needs at least one")
-        self._work.start_step(checked, filler[0], number, backward)
-        if self._parallel.ranks.size > 1 or self._parallel.roots:
-            self._look_at_communication(filler * 2)
-        return checked
 
     def _checked_on_all(self, samples: Sequence[Sample]) -> tuple[list[Sample], int, list[Sample]]:
         """Return the samples of this rank, the number on all ranks, and one that may fill up, if there is any."""
@@ -366,7 +365,7 @@ class AdaptiveStep(Generic[Sample]):
             batches = list[Any]()  # which all ranks have to have
 
             def forward_backward() -> None:
-                run_forward(self._loss, self._model, batches[0])[0].backward()  # type: ignore[no-untyped-call]
+                run_forward(self._loss, self._model, batches[0], device)[0].backward()  # type: ignore[no-untyped-call]
 
             with rehearsal(self._work.state, device, self._work.parameters()):
                 parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
@@ -377,7 +376,7 @@ class AdaptiveStep(Generic[Sample]):
         def issued() -> int:
             with rehearsal(self._work.state, device), torch.no_grad():
                 before = num_collectives(device)
-                run_forward(self._loss, self._model, collated(samples, self._collate))
+                run_forward(self._loss, self._model, collated(samples, self._collate), device)
                 return num_collectives(device) - before
 
         if most := max(parallel.ranks.all_results(issued)):

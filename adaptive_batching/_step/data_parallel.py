@@ -27,7 +27,7 @@ from adaptive_batching._ranks.fsdp import (
     sharded_roots,
     why_not_drained,
 )
-from adaptive_batching._ranks.gradient_sum import GradientSum, copy_from_first, sums_over_ranks
+from adaptive_batching._ranks.gradient_sum import GradientSum, copy_from_first
 from adaptive_batching._values import ConfigError
 
 T = TypeVar("T")
@@ -119,13 +119,6 @@ class DataParallel:
                 yield
         finally:
             self._copy.require_forward_param_sync = broadcasts
-
-    def total(self, loss: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of both, scalars, over ranks."""
-        if self.ranks.size == 1:
-            return loss, number
-        loss, number = sums_over_ranks([loss, number], loss.device)
-        return loss, number
 
     def sum_gradients(self, scale: float = 1.0) -> None:
         """Make each gradient its sum over ranks times ``scale``, after all parts; buffers are those of the first."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -55,9 +56,9 @@ class Outcome(Generic[T]):
 class StepRunner(Generic[Samples, P, R]):
     """Runs the samples of a step in parts, and if one runs out of memory, all of them again, alike on every rank.
 
-    A step is :meth:`begin`, :meth:`add` for each of its batches, and :meth:`end`; what stands alone, such as a window
-    of a validation, ends with :meth:`keep`. No sample is lost and none counts twice: what a failed attempt has left in
-    gradients is dropped, and random numbers and all that forwards change are put back.
+    :meth:`step` runs an optimizer step; :meth:`run` runs what stands alone, such as a window of a validation. No sample
+    is lost and none counts twice: what a failed attempt has left in gradients is dropped, and random numbers and all
+    that forwards change are put back.
 
     If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
     samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half. Where
@@ -83,15 +84,11 @@ class StepRunner(Generic[Samples, P, R]):
     ) -> None:
         self.limit = work.limit
         self.limit.note(largest_that_ran)
-        self.done: list[tuple[P, R]] = []
-        """The parts that have run since :meth:`begin`, each with its result."""
-
         self._work = work
         self._parallel = DataParallel(ALONE, work.parameters) if parallel is None else parallel
         self._audit = audit
         self._recovers = recovers
-        self._batches: list[tuple[Samples, RandomState | None]] = []  # of the step so far, each with its state before
-        self._failures = 0  # how often they have run out of memory
+        self._failures = 0  # how often the samples have run out of memory
         self._steps = 0  # that have ended
         self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_REPORTED)
         self._shrank = self._ran_again = False  # since the last step ended
@@ -115,52 +112,55 @@ class StepRunner(Generic[Samples, P, R]):
 
     # The main path
 
-    def begin(self) -> None:
-        """Begin a step, or what can run again by itself."""
-        work = self._work
-        self._batches, self.done, self._failures = [], [], 0
-        if work.device is not None:
-            self._starts.note(counted(work.device, BYTES_IN_USE))
-        if self._recovers and work.state is not None:
-            work.state.save()  # last: what has begun stays where samples run again
+    def step(self, samples: Samples) -> list[tuple[P, R]]:
+        """Run the samples of an optimizer step, as :meth:`run` does, and let the limit rise if it was a clean one."""
+        done = self.run(samples)
+        self.end_step()
+        return done
 
-    def add(self, samples: Samples) -> None:
-        """Run more samples of the step; if memory runs out, all since :meth:`begin` run again in parts that fit.
+    def run(self, samples: Samples) -> list[tuple[P, R]]:
+        """Run samples in parts that fit, all of them again if memory runs out; return the parts, each with its result.
 
         Raises:
             DoesNotFitError: If smaller parts are no way out.
             ConfigError: If parts do not add up to their union.
             Exception: Any other error of a part; an :class:`OtherRankError` repeats it on ranks that run along.
         """
-        device, puts_back = self._work.device, self._recovers and self._work.state is not None
-        self._batches.append((samples, RandomState(device) if puts_back and device is not None else None))
-        failed = self._try(samples, again=False)
-        while failed is not None:
-            self._recover(*failed)
-            self.done.clear()
-            for batch, random_state in self._batches:
-                if random_state is not None:  # others may have drawn since the batch before, as to read or generate
-                    random_state.put_back()
-                if (failed := self._try(batch, again=True)) is not None:
-                    break
-
-    def _try(self, samples: Samples, *, again: bool) -> tuple[Sequence[P], Outcome[R]] | None:
-        """Run the parts of a batch until some run out of memory; return these, or None if all have run."""
-        roots, ranks = self._parallel.roots, self._parallel.ranks
-        for parts in self._work.split(samples):
-            parts = self.filled_up(parts)
+        work, ranks, roots = self._work, self._parallel.ranks, self._parallel.roots
+        state = work.state if self._recovers else None
+        self._failures = 0
+        if work.device is not None:
+            self._starts.note(counted(work.device, BYTES_IN_USE))
+        random_state = None if state is None or work.device is None else RandomState(work.device)
+        if state is not None:
+            state.save()  # last: what has begun stays where samples run again
+        done: list[tuple[P, R]] = []
+        groups = iter(work.split(samples))
+        while (parts := next(groups, None)) is not None:
+            if ranks.size > 1:
+                parts = self.filled_up(parts)
             if not parts:  # samples without anything to learn from
                 continue
             # Ranks of a sharded model have as many parts, and decide alike; copies may not, and all have to look.
-            is_split = len(parts) > 1 or (not roots and (ranks.size > 1 or self._work.rearranges))
-            if self._audit is not None and is_split and self._audit.is_due(self._steps + 1, again=again):
-                self._audit.look(self._work.compared(parts), self._run_as_batch)
-            outcome = self.run_once(self._work.runs(parts))
+            is_split = len(parts) > 1 or (not roots and (ranks.size > 1 or work.rearranges))
+            if self._audit is not None and is_split and self._audit.is_due(self._steps + 1, again=self._failures > 0):
+                self._audit.look(work.compared(parts), self._run_as_batch)
+            outcome = self.run_once(work.runs(parts))
             if outcome.failed:
-                return parts, outcome
-            self._note(parts, outcome)
-            self.done += zip(parts, outcome.results, strict=True)
-        return None
+                self._recover(parts, outcome)
+                if random_state is not None:
+                    random_state.put_back()
+                done, groups = [], iter(work.split(samples))
+                continue
+            largest = max(parts, key=attrgetter("tokens"))
+            self.limit.note(largest.tokens)
+            self._longest_that_ran = max(self._longest_that_ran, max(parts, key=attrgetter("longest")).longest)
+            if outcome.retried:
+                self._note_retry(largest, len(largest.samples), largest.tokens)
+            done += zip(parts, outcome.results, strict=True)
+        if state is not None:
+            state.end()
+        return done
 
     def filled_up(self, parts: Sequence[P]) -> Sequence[P]:
         """Return ``parts`` and more without weight, so that a rank runs one, and under FSDP as many as every other."""
@@ -213,7 +213,8 @@ class StepRunner(Generic[Samples, P, R]):
                 if shards is not None:
                     _issue_the_rest(shards, len(runs) - len(results) - 1, failure)
             worst = 2 if failure is not None else 1 if self._work.num_retries() > retries_before else 0
-            worst = int(ranks.largest(worst))
+            if ranks.size > 1:
+                worst = int(ranks.largest(worst))
             if worst == 2:
                 if shards is not None:
                     shards.reset()
@@ -239,27 +240,22 @@ class StepRunner(Generic[Samples, P, R]):
         outcome = self.run_once(self._work.runs(parts))
         return None if outcome.failed else self._work.number(outcome.results)
 
-    def keep(self) -> list[tuple[P, R]]:
-        """End what can run again, which stands now; return the parts that have run, and their results."""
-        if self._recovers and self._work.state is not None:
-            self._work.state.end()
-        done, self.done = self.done, []
-        return done
-
-    def end(self) -> list[tuple[P, R]]:
-        """End the step, as :meth:`keep` does, and let the limit rise if it was a clean one."""
-        has_shrunk = self._shrank or self._shrink_if_thrashing()
-        if not has_shrunk and not self._ran_again:
+    def end_step(self) -> None:
+        """Let the limit rise if all that has run since the last step was clean; warn where each step recovers."""
+        if not self._shrank:
+            self._retried_in_row = 0 if self._retried is None else self._retried_in_row + 1
+            if self._retried is not None and self._retried_in_row == _RETRIES_IN_ROW_TO_SHRINK:
+                self._retried_in_row = 0
+                self._shrank = self._shrink_if_split(self._retried)
+        if not self._shrank and not self._ran_again:
             self.limit.note_clean_step()
         self._shrank = self._ran_again = False
         self._retried, self._tokens_retried = None, 0
-        done = self.keep()
         self._steps += 1
         self._recovered_in_row = self._recovered_in_row + 1 if self._failures else 0
         if self._recovered_in_row == _RECOVERIES_IN_ROW_TO_WARN and not self._warned:
             self._warned = True
             log.warning(failed_part.in_every_step(self._work.words()))
-        return done
 
     # Running out of memory
 
@@ -336,33 +332,19 @@ class StepRunner(Generic[Samples, P, R]):
         if self._work.device is not None:
             release_cached_memory(self._work.device)
 
-    # What has run
-
-    def _note(self, parts: Sequence[P], outcome: Outcome[R]) -> None:
-        """Record parts that have run."""
-        largest = max(parts, key=lambda part: part.tokens)
-        self.limit.note(largest.tokens)
-        self._longest_that_ran = max(self._longest_that_ran, *(part.longest for part in parts))
-        if outcome.retried:
-            self._note_retry(largest, len(largest.samples), largest.tokens)
-
     def _note_retry(self, part: P, samples: int, tokens: int) -> None:
         self._retried = part
         self._tokens_retried = max(self._tokens_retried, tokens if samples > 1 else 0)
 
-    def _shrink_if_thrashing(self) -> bool:
-        """Lower the limit where the allocator empties its cache to find room, step after step; the step stands."""
-        self._retried_in_row = 0 if self._retried is None else self._retried_in_row + 1
-        if self._retried is None or self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
-            return False
-        self._retried_in_row = 0
+    def _shrink_if_split(self, retried: P) -> bool:
+        """Lower the limit, as the allocator empties its cache to find room in each step; False if nothing splits."""
         if not (self._recovers and self._parallel.agrees):
             return False
         tokens = int(self._parallel.ranks.largest(self._tokens_retried))
         if tokens == 0 or self._work.batch_dependent_module() is not None:
             return False  # there is nothing to split
         self.limit.lower(tokens)
-        device, unit = self._work.device, self._work.failed(self._retried).unit
+        device, unit = self._work.device, self._work.failed(retried).unit
         advice = None if device is None else allocator_advice(device)
         more = "" if advice is None else f". Setting the environment variable {advice} may help"
         log.warning(

@@ -89,14 +89,9 @@ def split_samples(
     if not lengths:
         return []
 
-    def by_length(part: Sequence[int], max_tokens: int, forward_cost: float) -> Split:
-        own = [lengths[index] for index in part]
-        split = split_by_length(own, max_tokens, forward_cost) if pads else split_end_to_end(own, max_tokens)
-        return [[part[index] for index in smaller] for smaller in split]
-
     everything = range(len(lengths))
     if rule.by_length and limit is not None:
-        return by_length(everything, limit, rule.forward_cost)
+        return split_by_length(lengths, limit, rule.forward_cost) if pads else split_end_to_end(lengths, limit)
     if rule.samples is None:
         parts = [list(everything)]
     elif rule.is_even:
@@ -111,7 +106,8 @@ def split_samples(
         if (padded_tokens(own) if pads else sum(own)) <= limit:
             split.append(part)
         else:  # a high cost of forwards keeps the number of parts low where nobody has asked for any
-            split += by_length(part, limit, limit)
+            smaller = split_by_length(own, limit, limit) if pads else split_end_to_end(own, limit)
+            split += [[part[index] for index in each] for each in smaller]
     return split
 
 
@@ -128,7 +124,7 @@ def split_end_to_end(lengths: Sequence[int], max_tokens: int) -> Split:
     No part has more than ``max_tokens``, other than a sample that is longer: it is alone. Each sample, from the longest
     on, goes to the part that has the fewest tokens so far; if one ends above ``max_tokens``, there is a part more.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     alone = [[index] for index in order if lengths[index] > max_tokens]
     rest = order[len(alone) :]
     count = -(-sum(lengths[index] for index in rest) // max_tokens)
@@ -191,7 +187,7 @@ def split_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even split costs no more
         return split_in_order(len(lengths), samples_within(max_tokens, lengths[0]))
-    ends = [lengths[index] for index in order]  # ends[j]: the longest of the first j + 1 samples
+    ends = sorted(lengths)  # ends[j]: the longest of the first j + 1 samples
     within = {longest: samples_within(max_tokens, longest) for longest in set(ends)}
     too_large_from: list[int] = []  # for each start, the first end that it is too far from
     for end, longest in enumerate(ends, 1):

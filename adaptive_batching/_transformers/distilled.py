@@ -133,8 +133,8 @@ class DistilledRun(GeneratedRun):
         loss, entropy, number = found[0]
         return loss.detach(), entropy, number
 
-    def _loss_of_all(self, batch: PreparedBatch) -> torch.Tensor:
-        results = [result for part, result in self._runner.done if part.samples[0].batch is batch]
+    def _loss_of_all(self, batch: PreparedBatch, done: Sequence[tuple[RowsPart, Any]]) -> torch.Tensor:
+        results = [result for part, result in done if part.samples[0].batch is batch]
         sums = tuple(torch.stack(each).sum() for each in zip(*results, strict=True))
         with replaced(self._trainer, _compute_loss=returning(sums), _forward_redirection=_call):
             return self._stock_loss(batch.inputs)
@@ -143,10 +143,8 @@ class DistilledRun(GeneratedRun):
         """Return the loss of a batch that is evaluated: the mean over its tokens, by which its parts are weighed."""
         self._call(model)
         self._forward_work.limit.bound = self._work.limit.max_tokens
-        runner = self._forward_runner
-        runner.begin()
-        runner.add(PreparedBatch(inputs))
-        losses, entropies, counts = map(torch.stack, zip(*(sums for _, sums in runner.end()), strict=True))
+        results = [sums for _, sums in self._forward_runner.step([PreparedBatch(inputs)])]
+        losses, entropies, counts = map(torch.stack, zip(*results, strict=True))
         loss = (losses * counts).sum() / counts.sum().clamp(min=1)
         mean = returning((loss, entropies.sum(), counts.sum()))
         with replaced(self._trainer, _compute_loss=mean, _forward_redirection=_call):

@@ -127,12 +127,13 @@ class RowsWork(Work[Any, RowsPart, Any]):
 class CompletionsWork(RowsWork):
     """Forward and backward of prepared batches, each of which leaves the gradient of TRL's loss of all of it."""
 
-    def split(self, samples: PreparedBatch) -> Iterator[list[RowsPart]]:
+    def split(self, samples: Sequence[PreparedBatch]) -> Iterator[list[RowsPart]]:
         run = self._run
-        if run.rows_depend(samples):
-            yield self.parts(samples.rows, run.rule, learns=False)
-            run.take_entropy_mask(samples)
-        yield self.parts(samples.rows, run.rule, learns=True)
+        for batch in samples:
+            if run.rows_depend(batch):
+                yield self.parts(batch.rows, run.rule, learns=False)
+                run.take_entropy_mask(batch)
+            yield self.parts(batch.rows, run.rule, learns=True)
 
     def runs(self, parts: Sequence[RowsPart]) -> list[Callable[[], Any]]:
         return [partial(self._run.forward_backward, part) for part in parts]
@@ -226,7 +227,8 @@ class GeneratedRun:
         self._num_generations_again = 0
         self._wrapped: nn.Module | None = None
         self._model: Any = None  # as it is called, without DDP
-        self._is_open = self._is_ready = self._rows_depend = False
+        self._is_ready = self._rows_depend = False
+        self._batches: list[PreparedBatch] = []  # of the step so far
 
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value}" for name, value in self.given.items())
@@ -269,32 +271,36 @@ class GeneratedRun:
 
     def begin(self) -> None:
         """Forget the step that an earlier run was in as it ended, by an error, say."""
-        self._is_open = self._rows_depend = False
+        self._batches, self._rows_depend = [], False
         self.timer.forget()
 
     def step(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Leave the gradient of a prepared batch, besides that of others of the step; return its loss, without a graph.
+        """Keep a prepared batch; with the last of a step, leave the gradient of all in the parameters.
+
+        Returns:
+            The sum of the losses of the step, without a graph; 0 before its last batch.
 
         Raises:
             DoesNotFitError: If memory runs out with a single completion.
         """
-        trainer, batch = self._trainer, PreparedBatch(inputs)
-        self._call(model)
-        if not self._is_open:
+        self._batches.append(PreparedBatch(inputs))
+        loss = torch.zeros((), device=self._trainer.args.device)
+        if self._trainer.accelerator.sync_gradients:
+            batches, self._batches = self._batches, []
+            self._call(model)
             self.timer.read()  # of the step before
             self.row_size.begin_step(self.ranks.gather)
-            self._runner.begin()
-            self._is_open = True
-        self._runner.add(batch)
-        with torch.no_grad():
-            loss = self._loss_of_all(batch)
-        if trainer.accelerator.sync_gradients:
-            self.parts_of_step = [part for part, _ in self._runner.end()]
-            self._is_open = False
+            done = self._runner.step(batches)
             self._parallel.sum_gradients(1 / self.ranks.size)
+            self.parts_of_step = [part for part, _ in done]
+            with torch.no_grad():
+                for batch in batches:
+                    # With the last of a step TRL adapts the coefficient of its entropy.
+                    self._trainer.accelerator.sync_gradients = batch is batches[-1]
+                    loss = loss + self._loss_of_all(batch, done)
         return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
 
-    def _loss_of_all(self, batch: PreparedBatch) -> torch.Tensor:
+    def _loss_of_all(self, batch: PreparedBatch, done: Sequence[tuple[RowsPart, Any]]) -> torch.Tensor:
         """Return TRL's loss of a batch whose rows have all run, with its metrics, once."""
         with replaced(self._trainer, **{METHOD: returning(batch.found)}):
             loss: torch.Tensor = self._trainer._compute_loss(self._model, batch.inputs)
@@ -409,9 +415,7 @@ class GeneratedRun:
         limit, runner = self._forward_work.limit, self._forward_runner
         limit.bound = self._work.limit.max_tokens
         rule = SplitRule(at_once, is_even=False) if limit.bound is None else SplitRule(by_length=True)
-        runner.begin()
-        runner.add(Call(model, batch, rule, more))
-        for part, (values, rest) in runner.end():
+        for part, (values, rest) in runner.step(Call(model, batch, rule, more)):
             batch.note([row.index for row in part.samples], values, rest)
         return batch.found
 

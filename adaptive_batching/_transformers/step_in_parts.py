@@ -185,9 +185,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self._timer.read()  # of the step before
         if self.in_rows:
             self._row_size.begin_step(self.parallel.ranks.gather)
-        self.runner.begin()
-        self.runner.add(inputs.batches)
-        losses = [loss for _, loss in self.runner.end()]
+        losses = [loss for _, loss in self.runner.step(inputs.batches)]
         self._note(inputs)
         self.parallel.sum_gradients(1 / self.parallel.ranks.size)
         if self._metrics is not None:
@@ -240,7 +238,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         yield [self._part(each) if each else self.filler() for each in lists]
 
     def _part(self, samples: list[Sample]) -> Part:
-        return Part(samples, self.tokens(samples), longest=self.longest(samples))
+        tokens, longest = self.tokens_and_longest(samples)
+        return Part(samples, tokens, longest=longest)
 
     def as_batch(self, lists: Sequence[list[Sample]]) -> list[Part]:
         if len(lists) == 1:  # what parts are compared with
@@ -282,8 +281,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return sum(operator.index(sample[self.label]) != self.kind.ignored for sample in samples)
 
     def filler(self) -> Part:
-        filler = self.filler_samples
-        return Part(filler, self.tokens(filler), weight=0, longest=self.longest(filler))
+        return replace(self._part(self.filler_samples), weight=0)
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]

@@ -20,6 +20,8 @@ from adaptive_batching._memory.out_of_memory import forget_frames
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.stock.data import index_of
+from adaptive_batching._torchtune.stock.objective import Sums
+from adaptive_batching._torchtune.train.recipe_work import MicroBatch
 from adaptive_batching._torchtune.train.run import TrainingLoop, TrainingRun
 from tests.support.overrides import RECOVER
 
@@ -165,10 +167,10 @@ class EachAllocationFails:
         control.end_faults()
         drop()
 
-    def _see_gradients(self, loop: TrainingLoop) -> None:
+    def _see_gradients(self, loop: TrainingLoop, done: Sequence[tuple[Any, Sums]]) -> None:
         """Take note of what a step has learned from, when all of it has run."""
         self.samples += [index_of(sample) for batch in loop._window for sample in batch]
-        self._tokens.add(sum(float(sums.tokens) for _, sums in loop._runner.done))
+        self._tokens.add(sum(float(sums.tokens) for _, sums in done))
         assert len(self._tokens) == 1, f"samples are lost or counted twice: {self._tokens} tokens"
         if len(self._states) == WARM + 1:
             self.before_update = (control.counters() - self._states[-1].counters).allocations
@@ -176,22 +178,23 @@ class EachAllocationFails:
     @contextlib.contextmanager
     def in_training(self) -> Iterator[EachAllocationFails]:
         """Have it happen in the recipes that train inside."""
-        run, run_batch, finish_step = TrainingLoop.run, TrainingLoop._run_batch, TrainingLoop._finish_step
+        run, run_window, finish_step = TrainingLoop.run, TrainingLoop._run_window, TrainingLoop._finish_step
         run_rollouts, run_rollout = PPOLoop.run, PPOLoop._run_batch
 
         def drop(loop: TrainingLoop) -> None:
             loop._runner._discard()
             loop._start_window()
 
-        def batch_of(loop: TrainingLoop, batch: Any, *, ends_window: bool) -> None:
-            if not loop._window:
-                self._start_step()
-            self._run(lambda: run_batch(loop, batch, ends_window=ends_window), lambda: drop(loop))
+        def window_of(loop: TrainingLoop) -> list[tuple[MicroBatch, Sums]]:
+            done: list[tuple[MicroBatch, Sums]] = []
+            self._start_step()
+            self._run(lambda: done.extend(run_window(loop)), lambda: drop(loop))
+            return done
 
-        def finish(loop: TrainingLoop, *arguments: Any) -> None:
+        def finish(loop: TrainingLoop, epoch: int, progress: Any, done: list[tuple[MicroBatch, Sums]]) -> None:
             if loop._window:  # else it has been dropped
-                self._see_gradients(loop)
-                self._run(lambda: finish_step(loop, *arguments), lambda: drop(loop))
+                self._see_gradients(loop, done)
+                self._run(lambda: finish_step(loop, epoch, progress, done), lambda: drop(loop))
 
         def drop_rollout(loop: PPOLoop) -> None:
             loop._stock.forget()
@@ -201,7 +204,7 @@ class EachAllocationFails:
             self.step(lambda: run_rollout(loop, *arguments), lambda: drop_rollout(loop))
 
         with (
-            mock.patch.multiple(TrainingLoop, run=until_finished(run), _run_batch=batch_of, _finish_step=finish),
+            mock.patch.multiple(TrainingLoop, run=until_finished(run), _run_window=window_of, _finish_step=finish),
             mock.patch.multiple(PPOLoop, run=until_finished(run_rollouts), _run_batch=rollout_of),
             mock.patch.object(TrainingRun, "_save", lambda *_, **__: None),
             self.watched(),

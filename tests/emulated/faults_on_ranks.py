@@ -92,14 +92,14 @@ def end_on_one_rank(call: Callable[[], None], rank: int, *, in_update: bool) -> 
     """Train on, and in the fourth step have ``call`` happen on one rank, before the step or before its update."""
 
     def then(function: Callable[..., None]) -> Callable[..., None]:
-        def run(loop: TrainingLoop, *arguments: Any, **named: Any) -> None:
+        def run(loop: TrainingLoop, *arguments: Any) -> Any:
             if loop.training.global_step == 3 and rank == RANK:
                 call()
-            function(loop, *arguments, **named)
+            return function(loop, *arguments)
 
         return run
 
-    name = "_finish_step" if in_update else "_run_batch"
+    name = "_finish_step" if in_update else "_run_window"
     with mock.patch.object(TrainingLoop, name, then(getattr(TrainingLoop, name))):
         train(inputs, directory, "out", "full")
 

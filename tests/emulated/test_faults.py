@@ -164,22 +164,22 @@ Calls = dict[int, Callable[[], None]]
 @contextlib.contextmanager
 def watched(before: Calls | None = None, before_update: Calls | None = None) -> Iterator[Watched]:
     """Watch a recipe that trains inside, and call functions before steps, or their updates, by number from 0."""
-    run_batch, finish_step, found = TrainingLoop._run_batch, TrainingLoop._finish_step, Watched()
+    run_window, finish_step, found = TrainingLoop._run_window, TrainingLoop._finish_step, Watched()
     log = logging.getLogger("adaptive_batching")
 
-    def batch_of(loop: TrainingLoop, batch: Any, **named: Any) -> None:
+    def window_of(loop: TrainingLoop) -> Any:
         (before or {}).get(loop.training.global_step, lambda: None)()
-        run_batch(loop, batch, **named)
+        return run_window(loop)
 
-    def finish(loop: TrainingLoop, *arguments: Any) -> None:
+    def finish(loop: TrainingLoop, epoch: int, progress: Any, done: Any) -> None:
         found.samples += [index_of(sample) for batch in loop._window for sample in batch]
-        found.tokens.append(sum(float(sums.tokens) for _, sums in loop._runner.done))
+        found.tokens.append(sum(float(sums.tokens) for _, sums in done))
         (before_update or {}).get(loop.training.global_step, lambda: None)()
-        finish_step(loop, *arguments)
+        finish_step(loop, epoch, progress, done)
 
     log.addHandler(found.reruns)
     try:
-        with mock.patch.multiple(TrainingLoop, _run_batch=batch_of, _finish_step=finish):
+        with mock.patch.multiple(TrainingLoop, _run_window=window_of, _finish_step=finish):
             yield found
     finally:
         log.removeHandler(found.reruns)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune.stock.data import Sample, index_of
+from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
@@ -42,13 +42,13 @@ RUNS = {
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int | None]]:
     """The numbers of the samples of each batch that is trained on, in order."""
     batches: list[list[int | None]] = []
-    run_batch = TrainingLoop._run_batch
+    run_window = TrainingLoop._run_window
 
-    def noted(self: TrainingLoop, batch: list[Sample], **options: Any) -> None:
-        batches.append([index_of(sample) for sample in batch])
-        run_batch(self, batch, **options)
+    def noted(self: TrainingLoop) -> Any:
+        batches.extend([index_of(sample) for sample in batch] for batch in self._window)
+        return run_window(self)
 
-    monkeypatch.setattr(TrainingLoop, "_run_batch", noted)
+    monkeypatch.setattr(TrainingLoop, "_run_window", noted)
     return batches
 
 

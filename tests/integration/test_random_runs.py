@@ -129,9 +129,9 @@ def watched(case: Case) -> Iterator[list[tuple[int, list[Any]]]]:
             faults.plan["call"] = faults.plan["calls"] + case.fault["after"]
         run(loop)
 
-    def noted(loop: TrainingLoop, epoch: int, progress: Any) -> None:
+    def noted(loop: TrainingLoop, epoch: int, *arguments: Any) -> None:
         steps.append((epoch, [index_of(sample) for batch in loop._window for sample in batch]))
-        finish(loop, epoch, progress)
+        finish(loop, epoch, *arguments)
 
     patched = mock.patch.multiple(TrainingLoop, run=limited_run, _finish_step=noted)
     with mock.patch.object(run_of_recipe, "find_maximum", limited_probe), patched, without_pages():

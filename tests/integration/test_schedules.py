@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._torchtune.stock.data import Sample, index_of
+from adaptive_batching._torchtune.stock.data import index_of
 from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
@@ -72,13 +72,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    run_batch = TrainingLoop._run_batch
+    run_window = TrainingLoop._run_window
 
-    def noted(self: TrainingLoop, batch: list[Sample], *, ends_window: bool) -> None:
-        seen.extend(index_of(sample) for sample in batch)
-        run_batch(self, batch, ends_window=ends_window)
+    def noted(self: TrainingLoop) -> Any:
+        seen.extend(index_of(sample) for batch in self._window for sample in batch)
+        return run_window(self)
 
-    monkeypatch.setattr(TrainingLoop, "_run_batch", noted)
+    monkeypatch.setattr(TrainingLoop, "_run_window", noted)
     function = {"batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": 0.5}}
     every = "adaptive_batching.increase_every=0.25"
     run = tune_run("full", *COMMON[1:3], every, "dataset.split=train[:112]", "epochs=2", replaced=function)

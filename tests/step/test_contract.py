@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,15 @@ class ThreadRanks(Ranks):
         return float(max(self.gather(value)))
 
 
-class Learning(ToyWork):
+class Batches(ToyWork):
+    """The batches of a step, each in parts of its own."""
+
+    def split(self, samples: list[list[int]]) -> Iterator[list[Part]]:  # type: ignore[override]
+        for batch in samples:
+            yield from super().split(batch)
+
+
+class Learning(Batches):
     """Has a weight whose gradient tells which samples have counted, and fails as it is told to."""
 
     def __init__(self, fail: Callable[[str, Sequence[int]], None]) -> None:
@@ -100,14 +108,11 @@ def train(ranks: Ranks, fault: Fault) -> tuple[list[list[float]], StepRunner[Any
         prepare()
 
     parallel.prepare_sum = prepare_sum  # type: ignore[method-assign]
-    runner = StepRunner(work, parallel)
+    runner: StepRunner[Any, Any, Any] = StepRunner(work, parallel)
     found = []
     for number, batches in enumerate(STEPS):
         fault.armed = number == 1
-        runner.begin()
-        for batch in batches:
-            runner.add(batch)
-        ran = [sample for part, _ in runner.end() if part.weight != 0 for sample in part.samples]
+        ran = [sample for part, _ in runner.step(batches) if part.weight != 0 for sample in part.samples]
         assert sorted(ran) == sorted(itertools.chain(*batches)), "each sample once"
         assert work.weight.grad is not None
         found.append(work.weight.grad.tolist())
@@ -201,16 +206,13 @@ def test_samples_that_run_again_as_they_were_meet_the_same_random_numbers() -> N
 
         torch.manual_seed(0)
         fault = Fault("forward", times)
-        work = ToyWork(draw, device=torch.device("cpu"))
+        work = Batches(draw, device=torch.device("cpu"))
         work.state = Nothing()  # type: ignore[assignment]
-        runner = StepRunner(work)
+        runner: StepRunner[Any, Any, Any] = StepRunner(work)
         results: list[list[float]] = []
         for number, batches in enumerate(STEPS):
             fault.armed = number == 1
-            runner.begin()
-            for batch in batches:
-                runner.add(batch)
-            results += [result for _, result in runner.end()]
+            results += [result for _, result in runner.step(batches)]
         assert runner.num_recoveries == times
         return results, torch.rand(1).item()
 
@@ -218,17 +220,15 @@ def test_samples_that_run_again_as_they_were_meet_the_same_random_numbers() -> N
 
 
 def failing(work: type[Learning] = Learning, place: str = "forward", **settings: Any) -> StepRunner[Any, Any, Any]:
-    """Return a runner that has begun a step and runs out of memory."""
+    """Return a runner that runs out of memory."""
     fault = Fault(place, 1)
     fault.armed = True
-    runner: StepRunner[Any, Any, Any] = StepRunner(work(fault), **settings)
-    runner.begin()
-    return runner
+    return StepRunner(work(fault), **settings)
 
 
 def test_where_recovery_is_off_the_error_says_what_to_set() -> None:
     with pytest.raises(DoesNotFitError, match=r"set adaptive_batching\.recover_from_oom=True"):
-        failing(recovers=False).add([4, 4])
+        failing(recovers=False).step([[4, 4]])
 
 
 def test_a_host_may_say_that_a_part_is_final() -> None:
@@ -237,4 +237,4 @@ def test_a_host_may_say_that_a_part_is_final() -> None:
             return replace(super().failed(part), has_updated=True)
 
     with pytest.raises(DoesNotFitError, match=r"had updated parameters .*resume from the last checkpoint"):
-        failing(Updates, "backward").add([4, 4])
+        failing(Updates, "backward").step([[4, 4]])

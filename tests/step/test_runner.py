@@ -55,9 +55,7 @@ class StartsOver(ToyWork):
 
 def run_steps(runner: StepRunner[list[int], Any, Any], number: int) -> None:
     for _ in range(number):
-        runner.begin()
-        runner.add([8, 8])
-        runner.end()
+        runner.step([8, 8])
 
 
 @pytest.mark.parametrize("collectives", [None, NoCollectives()])
@@ -93,10 +91,8 @@ def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
     runner = StepRunner(work)
     for rises in (False, True):
         for _ in range(2):
-            runner.begin()
-            runner.add([8, 8])
-            runner.keep()
-        runner.end()
+            runner.run([8, 8])
+        runner.end_step()
         assert limit.max_tokens == (16 if rises else 8), "half of 16, until a clean step doubles it"
 
 
@@ -126,9 +122,7 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(caplog: pytest.
 
     runner = StepRunner(ToyWork(run))
     for _ in range(3):
-        runner.begin()
-        runner.add([8] * 16)
-        runner.end()
+        runner.step([8] * 16)
         recoveries.append(runner.num_recoveries)
         fits //= 2
     # First half; then what has fitted before runs as it was, with an eighth less, and with half of that; then so again,
@@ -173,9 +167,7 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            runner.begin()
-            runner.add([chance.randint(8, device.length) for _ in range(48)])
-            runner.end()
+            runner.step([chance.randint(8, device.length) for _ in range(48)])
 
     with device.limit(found.budget_bytes):
         train(60)

@@ -121,12 +121,8 @@ class PPOLoop:
 
     def _take_step(self, batches: list[list[Sample]]) -> Sums:
         self._work.begin_step()
-        self._runner.begin()
-        for batch in batches:
-            self._runner.add([batch])
-        sums = reduce(operator.add, (result for _, result in self._runner.done))
+        sums = reduce(operator.add, (result for _, result in self._runner.step(batches)))
         with self._work.stepping():
             apply_gradients(self._host, sums)
         self._work.splitter.timer.read()
-        self._runner.end()
         return sums

@@ -86,13 +86,11 @@ class Rollout:
         self._work.see(samples, prompts)
         rows, trajectories = range(len(prompts)), list[Trajectory]()
         while rows:
-            self.runner.begin()
-            self.runner.add(rows)
-            [(part, trajectory)] = self.runner.keep()
+            [(part, trajectory)] = self.runner.run(rows)
             trajectories.append(trajectory)
             rows = rows[len(part.samples) :]
         self._work.draws.finish()
-        self.runner.end()
+        self.runner.end_step()
         return Trajectory(*map(torch.cat, zip(*trajectories, strict=True)))
 
 

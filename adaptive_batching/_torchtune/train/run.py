@@ -205,10 +205,9 @@ class TrainingLoop:
         with tqdm(total=total, initial=before, dynamic_ncols=True, **host.ranks.bar_options) as progress:
             for index, batch in enumerate(self._schedule.batches()):
                 with self.training.recorded_memory(epoch, index):
-                    ends_window = len(self._window) + 1 == batch_schedule.accumulation
-                    self._run_batch(batch, ends_window=ends_window)
-                    if ends_window:
-                        self._finish_step(epoch, progress)
+                    self._window.append(batch)
+                    if ends_window := len(self._window) == batch_schedule.accumulation:
+                        self._finish_step(epoch, progress, self._run_window())
                 if run.profiler is not None and (ends_window or not run.profiles_steps):  # as in stock
                     run.profiler.step()
                 if batch_schedule.epoch_is_over:
@@ -220,29 +219,21 @@ class TrainingLoop:
         self._window: list[list[Sample]] = []
         self._window_start = time.perf_counter()
 
-    def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
-        """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
-        if not self._window:
-            samples = self._schedule.batch_schedule.accumulation * len(batch)
-            self._host.objective.begin_step(self.training.global_step, samples)
-            self._work.begin_step()
-            self._runner.begin()  # last: what has begun stays where samples run again
-        self._window.append(batch)
-        if not self._work.together:
-            self._runner.add([batch])
-        elif ends_window:
-            self._runner.add(self._window)
+    def _run_window(self) -> list[tuple[MicroBatch, Sums]]:
+        """Leave the gradients of a step in the parameters."""
+        self._host.objective.begin_step(self.training.global_step, sum(map(len, self._window)))
+        self._work.begin_step()
+        return self._runner.step(self._window)
 
-    def _finish_step(self, epoch: int, progress: Any) -> None:
+    def _finish_step(self, epoch: int, progress: Any, done: Sequence[tuple[MicroBatch, Sums]]) -> None:
         host, schedule, training = self._host, self._schedule, self.training
-        parts, results = zip(*self._runner.done, strict=True)
+        parts, results = zip(*done, strict=True)
         sums = functools.reduce(operator.add, results)
         if not host.steps_in_backward:  # which sums them before
             sums = sum_over_ranks(sums, host.ranks)
         with self._work.stepping():
             grad_norm = apply_gradients(host, sums)
         self._work.splitter.timer.read()
-        self._runner.end()
         schedule.take_step()
         training.count_step(epoch)
 

@@ -220,9 +220,8 @@ class Validation:
         return functools.reduce(operator.add, self._host.ranks.gather(sums))
 
     def _run_window(self, indices: Sequence[int]) -> Sums:
-        self._runner.begin()
-        self._runner.add(self._loader.load(indices))
-        on_host = [sums.map(lambda value: value.cpu().double()) for _, sums in self._runner.keep()]
+        done = self._runner.run(self._loader.load(indices))
+        on_host = [sums.map(lambda value: value.cpu().double()) for _, sums in done]
         return functools.reduce(operator.add, on_host)
 
     def _record_forward(self) -> MicroBatchCollectives | None:
