@@ -131,8 +131,10 @@ class State:
     def end(self, *, put_back: bool = False) -> None:
         """Forget what was saved; the step stands, unless it is ``put_back``."""
         if self._saved is not None and self._saved.kept:
-            large = [kept for kept in self._saved.kept if kept.is_large]
-            self._large = {id(kept.tensor): (kept.tensor, kept.has_changed) for kept in large}
+            self._large = {}
+            for kept in self._saved.kept:
+                if kept.is_large:
+                    self._large[id(kept.tensor)] = kept.tensor, kept.has_changed
             if self._constant is None:
                 small = [kept for kept in self._saved.kept if not kept.is_large and not kept.tensor.is_inference()]
                 # A normalization writes to its running mean without counting that in the tensor's version.
@@ -202,9 +204,13 @@ class Saved:
 
     def _note_numbers(self, space: dict[str, Any]) -> None:
         """Note attributes that are numbers or small tensors."""
-        numbers = {name: value for name, value in space.copy().items() if is_number(value)}  # a thread may add some
+        numbers: dict[str, Any] = {}
+        for name, value in space.copy().items():  # a thread may add some
+            if is_number(value):
+                numbers[name] = value
+                if isinstance(value, torch.Tensor):
+                    self._tensors.append(value)
         self._numbers.append((space, numbers))
-        self._tensors += [value for value in numbers.values() if isinstance(value, torch.Tensor)]
 
     def _note(self, value: Any) -> None:
         """Note what containers hold, and the tensors within, other than parameters."""
@@ -253,14 +259,14 @@ class Kept:
         self.tensor, self.parts, self.is_large = tensor, plain_parts(tensor), size_of(tensor) > SMALL
         self._alias = tensor.detach() if is_plain(tensor) else None
         self._requires_grad, self._version = tensor.requires_grad, version_of(tensor)
+        self._places = [(part.data_ptr(), part.shape) for part in self.parts]
         self._copies: list[torch.Tensor] = []
         self._are_older = False  # the copies
         self._hash = 0
 
     def take_copies(self, older: Kept) -> bool:
         """Take the copies of another time; return False if the tensor was written to since, or its memory moved."""
-        places, before = ([(part.data_ptr(), part.shape) for part in kept.parts] for kept in (self, older))
-        if self._version != older._version or places != before:
+        if (self._version, self._places) != (older._version, older._places):
             return False
         self._copies, self._are_older = older._copies, True
         return True

@@ -63,6 +63,19 @@ class CollatedPart(Part):
     """Samples that run as Trainer would run them, padded, where others run as rows."""
 
 
+@dataclass(frozen=True)
+class PartToRun:
+    """A part whose samples are collated, on the host."""
+
+    part: Part
+    batch: Any
+    row: Row | None
+    """That the batch is laid out in, if it is."""
+
+    number: Any
+    """Of its losses."""
+
+
 class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]):
     """Runs forward and backward of all samples of an optimizer step, in parts, and again in smaller ones if need be.
 
@@ -118,7 +131,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.noise = NeftuneNoise(trainer.model)
         """NEFTune's, if the trainer adds any."""
 
-        self._batch_of: dict[int, int] = {}  # by the identity of a sample
+        self._batches: Sequence[list[Sample]] = []  # of the step
         self.joins_batches = joins_batches and not self.noise
         """True if samples of several batches may run together."""
 
@@ -153,9 +166,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.filler_samples: list[Sample] = []
         """One, to run without weight where other ranks have more parts."""
 
-        self._batches: list[Any] = []  # that run
-        self._counts: list[float] = []  # of the losses in each
-        self._rows: list[Row | None] = []  # that they are laid out in
+        self._to_run: list[PartToRun] = []
         self.parallel = DataParallel(ranks, self.parameters, self.models)
         remedy = "leave micro_batch_size out, or train without adaptive"
         # Batches over which something computes do not add up to their union, nor are they asked to.
@@ -176,12 +187,12 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         Raises:
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
         """
+        self._batches, self.forward_backward = inputs.batches, forward_backward
         self.samples = [sample for batch in inputs.batches for sample in batch]
-        self._batch_of = {id(sample): number for number, batch in enumerate(inputs.batches) for sample in batch}
-        self.forward_backward = forward_backward
         if self._metrics is not None:
             self._metrics.begin_step()
-        end_forward(self.models)  # of an evaluation, which leaves parameters gathered
+        if self.models:
+            end_forward(self.models)  # of an evaluation, which leaves parameters gathered
         self._timer.read()  # of the step before
         if self.in_rows:
             self._row_size.begin_step(self.parallel.ranks.gather)
@@ -190,8 +201,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         self.parallel.sum_gradients(1 / self.parallel.ranks.size)
         if self._metrics is not None:
             ranks, takes_number = self.parallel.ranks, self.kind.takes_number
-            self._metrics.end_step(self._batches, self._counts, ranks, takes_number=takes_number)
-        self._batches, self._rows = [], []
+            batches = [each.batch for each in self._to_run]
+            numbers = [float(each.number) for each in self._to_run]
+            self._metrics.end_step(batches, numbers, ranks, takes_number=takes_number)
+        self._to_run = []
         return torch.stack(losses).sum()
 
     def run(self, runs: Sequence[Callable[[], torch.Tensor]]) -> Outcome[torch.Tensor]:
@@ -233,8 +246,19 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def split(self, samples: Sequence[list[Sample]]) -> Iterator[list[Part]]:
         """Yield the batches of a step in parts that are expected to fit."""
-        shared = None if self.sharing is None else self._shared(samples, self.sharing)
-        lists = self._lists(samples) if shared is None else shared
+        lists = None if self.sharing is None else self._shared(samples, self.sharing)
+        if lists is None:
+            together = list(samples)
+            if self.joins_batches and isinstance(self.size, (Fixed, ByLength)):
+                together = [[sample for batch in samples for sample in batch]]
+            rule = SplitRule(by_length=isinstance(self.size, ByLength))
+            if isinstance(self.size, Fixed):
+                rule = SplitRule(self.size.samples, is_even=False)
+            self._of_batches = []
+            for batch in together:
+                split = split_samples(self.lengths(batch), rule, self._most_tokens(batch), pads=self.pads)
+                self._of_batches.append([[batch[index] for index in part] for part in split])
+            lists = [part for parts in self._of_batches for part in parts]
         yield [self._part(each) if each else self.filler() for each in lists]
 
     def _part(self, samples: list[Sample]) -> Part:
@@ -285,26 +309,22 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def runs(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         weighted = [part for part in parts if not part.is_filler]
-        made = [
-            (part, self._collated(part.samples), None)
-            if isinstance(part, CollatedPart)
-            else (part, *self.row(part.samples))
-            for part in weighted
-        ]
-        made = [(part, batch, row) for part, batch, row in made if batch is not None]
-        self._batches, self._rows = [batch for _, batch, _ in made], [row for *_, row in made]
-        counts = [self.kind.count(batch, len(part.samples)) for part, batch, _ in made]
-        self._counts = [*map(float, counts)]
-        total = self._total(self._batches, counts)  # a collate function that masks at random has other targets now
-        noise = self._noise_of([part for part, *_ in made])
+        self._to_run = to_run = []
+        for part in weighted:
+            is_row = not isinstance(part, CollatedPart)
+            batch, row = self.row(part.samples) if is_row else (self._collated(part.samples), None)
+            if batch is not None:
+                to_run.append(PartToRun(part, batch, row, self.kind.count(batch, len(part.samples))))
+        counts = [each.number for each in to_run]
+        total = self._total(counts)  # a collate function that masks at random has other targets now
+        noise = self._noise_of(to_run) if self.noise else [1.0] * len(to_run)
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run_row, batch, row, number, total, len(made), part, times)
-            for (part, batch, row), number, times in zip(made, counts, noise, strict=True)
+            partial(self._run, each, total, len(to_run), factor) for each, factor in zip(to_run, noise, strict=True)
         ]
         given = sum(len(part.samples) for part in weighted)
         if self._num_drawn is not None and self.kind.rows and sum(counts) != given:
             runs[:1] = [self._refuse_to_leave_out]  # within a run, whose error other ranks are told
-        runs += [self._run_nothing] * (len(weighted) - len(made))
+        runs += [self._run_nothing] * (len(weighted) - len(to_run))
         runs += [self.run_filler] * (len(parts) - len(weighted))
         return [partial(self.run_alike, run) for run in runs]
 
@@ -322,7 +342,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             unit.unshard()
         with without_gathering(self.trainer):
             loss = run()
-        end_forward(self.models[1:])  # so that the next part gathers them again
+        if self.models:
+            end_forward(self.models[1:])  # so that the next part gathers them again
         return loss
 
     def run_filler(self) -> torch.Tensor:
@@ -330,24 +351,12 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         number = self.kind.count(batch, 1) if self.kind.takes_number else None
         self.trainer.current_gradient_accumulation_steps = 1
         self._filler_state.save()
-        with self._around(row), unlogged(self.trainer):
-            inputs = batch if row is None else row.inputs
+        inputs = batch if row is None else row.inputs
+        around = contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
+        with around, unlogged(self.trainer):
             loss = run_without_weight(self.trainer, partial(self.forward_backward, inputs, number))
         self._filler_state.end(put_back=True)
         return loss
-
-    def _lists(self, batches: Sequence[list[Sample]]) -> Parts:
-        together = [[sample for batch in batches for sample in batch]]
-        if not (self.joins_batches and isinstance(self.size, (Fixed, ByLength))):
-            together = list(batches)
-        self._of_batches = []
-        rule = SplitRule(by_length=isinstance(self.size, ByLength))
-        if isinstance(self.size, Fixed):
-            rule = SplitRule(self.size.samples, is_even=False)
-        for samples in together:
-            split = split_samples(self.lengths(samples), rule, self._most_tokens(samples), pads=self.pads)
-            self._of_batches.append([[samples[index] for index in part] for part in split])
-        return [part for parts in self._of_batches for part in parts]
 
     def _most_tokens(self, samples: list[Sample]) -> int | None:
         """Return the most tokens of a part of samples that run together."""
@@ -356,33 +365,33 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             return limit
         return self._row_size.tokens(self.tokens(samples), limit)
 
-    def _total(self, batches: list[Any], counts: list[Any]) -> Any:
+    def _total(self, counts: list[Any]) -> Any:
         if self.kind.takes_number:
             # The ranks ask each other on the host: one whose device is full would leave the others waiting.
             gather = lambda number: torch.tensor(self.parallel.ranks.gather(int(number)))  # noqa: E731
             with replaced(self.trainer.accelerator, gather=gather):
+                batches = [each.batch for each in self._to_run]
                 return int(self.trainer._get_num_items_in_batch(batches, torch.device("cpu")))
         return sum(counts) if self._num_drawn is None else self._num_drawn
 
-    def _around(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if row is None else self._attention.within(row.bounds)
-
-    def _noise_of(self, parts: Sequence[Part]) -> list[float]:
+    def _noise_of(self, to_run: Sequence[PartToRun]) -> list[float]:
+        """Return what the noise of each part is multiplied by, so that it is that of its batch."""
+        batch_of = {id(sample): number for number, batch in enumerate(self._batches) for sample in batch}
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
-        lengths = [float(batch[name].shape[-1]) if name in batch else 1.0 for batch in self._batches]
-        batches = [self._batch_of.get(id(part.samples[0]), -1) for part in parts]
+        lengths = [float(each.batch[name].shape[-1]) if name in each.batch else 1.0 for each in to_run]
+        batches = [batch_of.get(id(each.part.samples[0]), -1) for each in to_run]
         return self.noise.factors(lengths, batches, pads=self.pads)
 
-    def _run_row(
-        self, batch: Any, row: Row | None, number: Any, total: Any, num_parts: int, part: Part, noise: float
-    ) -> torch.Tensor:
-        is_timed = isinstance(self.size, ByLength) and not _state.rehearsing  # as in an audit
-        with (
-            self.noise.times(noise),
-            self._around(row),
-            self._timer.around(part) if is_timed else contextlib.nullcontext(),
-        ):
-            return self.run_inputs(batch if row is None else dict(row.inputs), number, total, num_parts)
+    def _run(self, to_run: PartToRun, total: Any, num_parts: int, noise: float) -> torch.Tensor:
+        with contextlib.ExitStack() as around:
+            if self.noise:
+                around.enter_context(self.noise.times(noise))
+            if to_run.row is not None:
+                around.enter_context(self._attention.within(to_run.row.bounds))
+            if isinstance(self.size, ByLength) and not _state.rehearsing:  # as in an audit
+                around.enter_context(self._timer.around(to_run.part))
+            inputs = to_run.batch if to_run.row is None else dict(to_run.row.inputs)
+            return self.run_inputs(inputs, to_run.number, total, num_parts)
 
     def _observe(self, part: Part, seconds: float) -> None:
         if self.in_rows:
@@ -413,10 +422,10 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         return parameters_of(self.trainer.model, [] if optimizer is None else [optimizer])
 
     def _note(self, inputs: StepInputs) -> None:
-        batches = self._batches
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
-        if all(row is not None for row in self._rows):
-            batches = [row.inputs for row in self._rows if row is not None]
+        batches = [each.row.inputs for each in self._to_run if each.row is not None]
+        if len(batches) < len(self._to_run):
+            batches = [each.batch for each in self._to_run]
         padded = sum(batch[name].numel() for batch in batches if name in batch)
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
         tells = masks and all(mask.dim() == 2 for mask in masks)  # others say which tokens see each other

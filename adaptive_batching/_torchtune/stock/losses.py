@@ -56,9 +56,12 @@ class NextToken(Objective):
         return tokens
 
     def counts(self, samples: Sequence[Sample]) -> Counts:
-        counted = [np.asarray(sample["labels"]) != self._loss.ignore_index for sample in samples]
-        # A sample's first label is never predicted, yet stock counts it.
-        return Counts(sum(int(mask[1:].sum()) for mask in counted), sum(int(mask.sum()) for mask in counted))
+        terms = tokens = 0
+        for sample in samples:
+            counted = np.asarray(sample["labels"]) != self._loss.ignore_index
+            terms += int(counted[1:].sum())  # a sample's first label is never predicted, yet stock counts it
+            tokens += int(counted.sum())
+        return Counts(terms, tokens)
 
     def size(self, sample: Sample) -> int:
         return self._padded(len(sample["tokens"])) if self.is_text(sample) else 1

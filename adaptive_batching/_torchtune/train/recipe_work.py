@@ -217,11 +217,8 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         return super().tokens(samples)
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
-        return runs_of(self._host, parts, self._around)
-
-    def _around(self, part: MicroBatch) -> contextlib.AbstractContextManager[None]:
         is_timed = self.rearranges and not _state.rehearsing  # as in an audit
-        return self.splitter.timer.around(part) if is_timed else contextlib.nullcontext()
+        return runs_of(self._host, parts, self.splitter.timer.around if is_timed else contextlib.nullcontext)
 
     def num_retries(self) -> int:
         return counted(self._host.device, RETRIES)
@@ -299,9 +296,8 @@ class Splitter:
         if lists is None:
             return None
         assert weight is not None
-        weighted = self._weighted([[part] for part in lists], weight)
         # With fillers, parts stay at the place of those that take as long on other ranks.
-        return [part[0] if part else self.filler(samples) for part in weighted]
+        return [part or self.filler(samples) for part in self._weighted(lists, weight)]
 
     def _weight_of_term(self, batch: list[Sample]) -> Fraction | None:
         """Return what a term of the loss of a batch is multiplied by; None if samples count that have no terms."""
@@ -312,14 +308,14 @@ class Splitter:
 
     def of_lists(self, lists: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a batch of its own that has these parts."""
-        return [self._micro_batch(lists[0])] if len(lists) == 1 else self._weighted([lists])[0]
+        return [self._micro_batch(lists[0])] if len(lists) == 1 else self.weighted(lists)
 
     def weighted(self, lists: list[list[Sample]]) -> list[MicroBatch]:
         """Return the same, weighted by terms also where there is one: two and their union are then on one scale.
 
         Stock gives a whole batch of preferences one over the number of batches in a step, whatever its size.
         """
-        return self._weighted([lists])[0]
+        return [part for part in self._weighted(lists) if part is not None]
 
     def filler(self, batch: list[Sample]) -> MicroBatch:
         """Return a micro-batch without weight, like the samples of ``batch``."""
@@ -359,35 +355,35 @@ class Splitter:
     def _micro_batch(
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
     ) -> MicroBatch:
-        longest = max(map(self._objective.size, samples))
-        return MicroBatch(samples, self.tokens(samples), weight, longest, num_tokens, self.makes_rows)
+        sizes = self._sizes(samples)
+        tokens, longest = len(sizes) * max(sizes), max(sizes)
+        if self.makes_rows:
+            tokens, longest = sum(sizes), max(map(self._objective.size, samples))
+        return MicroBatch(samples, tokens, weight, longest, num_tokens, self.makes_rows)
 
-    def _weighted(
-        self, groups: list[list[list[Sample]]], weight_of_term: Fraction | None = None
-    ) -> list[list[MicroBatch]]:
-        """Return micro-batches of the parts in each group, without those that have no terms.
+    def _weighted(self, lists: list[list[Sample]], weight_of_term: Fraction | None = None) -> list[MicroBatch | None]:
+        """Return the micro-batch of each part; None for one that has no terms.
 
         All are parts of one batch, whose loss is weighted as in stock, unless there is a ``weight_of_term``.
         """
         # A recipe's loss is a mean over terms, and stock multiplies it by a weight, which parts share by their terms.
         # A part of truncated samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        counted = [[(part, self._objective.counts(part)) for part in group] for group in groups]
-        counts = [count for group in counted for _, count in group]
-        total = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
+        counts = [self._objective.counts(part) for part in lists]
         if weight_of_term is None:
+            total = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
             if total.terms == 0:
-                return [[self._micro_batch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+                return [self._micro_batch(lists[0])]  # 0/0, as in stock
             weight_of_term = Fraction(self._objective.weight_of(total), total.terms)
         # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
         left = sum(count.tokens for count in counts if count.terms == 0)
-        weighted: list[list[MicroBatch]] = []
-        for group in counted:
-            weighted.append([])
-            for part, count in group:
-                if count.terms > 0:
-                    num_tokens = count.tokens + left if left else None
-                    weighted[-1].append(self._micro_batch(part, float(count.terms * weight_of_term), num_tokens))
-                    left = 0
+        weighted: list[MicroBatch | None] = []
+        for part, count in zip(lists, counts, strict=True):
+            if count.terms == 0:
+                weighted.append(None)
+                continue
+            num_tokens = count.tokens + left if left else None
+            weighted.append(self._micro_batch(part, float(count.terms * weight_of_term), num_tokens))
+            left = 0
         return weighted
 
     def _observe(self, micro_batch: MicroBatch, seconds: float) -> None:
@@ -427,7 +423,7 @@ def batch_of(objective: Objective, part: MicroBatch) -> Batch:
 def runs_of(
     host: Host,
     parts: Sequence[MicroBatch],
-    around: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
+    around: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[Callable[[], Sums]]:
     """Return what runs forward and backward of each part, in a context of ``around``, and gives its sums.
 

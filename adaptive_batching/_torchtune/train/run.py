@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import operator
@@ -229,7 +230,7 @@ class TrainingLoop:
         host, schedule, training = self._host, self._schedule, self.training
         parts, results = zip(*done, strict=True)
         sums = functools.reduce(operator.add, results)
-        if not host.steps_in_backward:  # which sums them before
+        if host.ranks.size > 1 and not host.steps_in_backward:  # which sums them before
             sums = sum_over_ranks(sums, host.ranks)
         with self._work.stepping():
             grad_norm = apply_gradients(host, sums)
@@ -239,7 +240,7 @@ class TrainingLoop:
 
         loss = float(host.objective.mean_loss(sums))  # read once, as it waits for the device
         seconds = time.perf_counter() - self._window_start
-        samples = [sample for batch in self._window for sample in batch]
+        samples = list(itertools.chain(*self._window))
         cost = self._costs.cost_of(samples, parts, seconds, self._work.splitter.sharing)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{training.global_step}|Loss: {loss:.4f}")
