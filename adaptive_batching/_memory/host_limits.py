@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 
-def process_limits() -> list[tuple[str, int]]:
-    """Return (what it counts, bytes) for each resource limit set on this process's memory; none outside Linux."""
-    if sys.platform != "linux":
-        return []
-    import resource
+def process_limits() -> dict[str, int]:
+    """Return the bytes of each resource limit set on this process's memory, by what it counts; none outside Linux."""
+    limits: dict[str, int] = {}
+    if sys.platform == "linux":
+        import resource
 
-    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-    limited = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
-    return [(counted, limit) for counted, limit in limited if limit >= 0]  # -1: unlimited
+        for counted, kind in (("VmData", resource.RLIMIT_DATA), ("VmSize", resource.RLIMIT_AS)):
+            limit = resource.getrlimit(kind)[0]
+            if limit >= 0:  # -1: unlimited
+                limits[counted] = limit
+    return limits
 
 
 def status(key: str, path: str = "/proc/self/status") -> int:
@@ -32,10 +35,12 @@ def cgroup_limits() -> list[tuple[int, int]]:
     """
     root = Path("/sys/fs/cgroup")
     try:
-        line = next(li for li in Path("/proc/self/cgroup").read_text().splitlines() if li.startswith("0::"))
-    except (OSError, StopIteration):
+        own = re.search(r"^0::/*(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    except OSError:
         return []
-    group = root / line.removeprefix("0::").lstrip("/")
+    if own is None:
+        return []
+    group = root / own[1]
     limited = []
     for folder in (group, *group.parents):
         limit = folder / "memory.max"

@@ -138,25 +138,31 @@ class CpuMeter(MemoryMeter):
 
     def __init__(self) -> None:
         self.device, self._api = torch.device("cpu"), torch.cpu
-        self.is_predictable = bool(process_limits())  # see keep_little_on_the_host
-        self._counts_data = any(name == "VmData" for name, _ in process_limits())
+        limits = process_limits()
+        self.is_predictable = bool(limits)  # see keep_little_on_the_host
+        self._counts_data = "VmData" in limits
         self._file_pages = self._virtual_peak = self._at_reset = 0
 
     @property
     def total_bytes(self) -> int:
-        limits = [*(limit for _, limit in process_limits()), *(limit for limit, _ in cgroup_limits())]
-        return min([status("MemTotal", "/proc/meminfo"), *limits])
+        total = min([status("MemTotal", "/proc/meminfo"), *process_limits().values()])
+        for limit, _ in cgroup_limits():
+            total = min(total, limit)
+        return total
 
     def used_bytes(self) -> int:
         # Excludes the pages of files, such as libraries, which the kernel can drop.
         return status("VmData") if self._counts_data else status("RssAnon")
 
     def free_bytes(self) -> int:
-        cgroup = [limit - used for limit, used in cgroup_limits()]
+        shared = status("MemAvailable", "/proc/meminfo")
+        for limit, used in cgroup_limits():
+            shared = min(shared, limit - used)
         # All processes of a launch share the host; torchrun sets their number.
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        shared = min(status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // processes
-        return max(min([shared, *(limit - status(counted) for counted, limit in process_limits())]), 0)
+        free = shared // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        for counts, limit in process_limits().items():
+            free = min(free, limit - status(counts))
+        return max(free, 0)
 
     def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS (Linux, proc_pid_clear_refs(5))
@@ -177,6 +183,9 @@ class CpuMeter(MemoryMeter):
     def peak_allocated_bytes(self) -> int:
         return self.peak_bytes()
 
+    def num_retries(self) -> int:
+        return 0
+
     def outside_bytes(self) -> int:
         return 0
 
@@ -191,7 +200,10 @@ class CpuMeter(MemoryMeter):
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         allowed = status("VmData") + max(num_bytes - self.used_bytes(), 0)
-        resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *(v for v in (soft, hard) if v >= 0)]), hard))
+        for limit in (soft, hard):
+            if limit >= 0:  # -1: unlimited
+                allowed = min(allowed, limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
         try:
             yield
         finally:

@@ -210,7 +210,8 @@ def find_maximum_batch_size(
             each.zero_grad()
         model.zero_grad()  # also of what no optimizer has
 
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    first = next(model.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
     declared = State([model], losses={"loss": loss}, draws=[make_batch], listed=state)
     step = TrainingStep(model, optimizers, make_batch, run, state=declared)
     return find_largest(
@@ -259,7 +260,7 @@ def find_largest(
         "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
         candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes())
     )  # fmt: skip
-    if (advice := allocator_advice(meter.device)) is not None:
+    if meter.keeps_freed_memory and (advice := allocator_advice(meter.device)) is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
     search.run(candidates)
     sizes, enough = search.sizes, search.enough
