@@ -24,25 +24,28 @@ class RandomState:
     """The state of all generators of the process: of Python, numpy, torch on the CPU, and all devices of a kind."""
 
     def __init__(self, device: torch.device) -> None:
-        self._devices = [device]  # all that this process can reach, over which a model may be spread
-        module = None if device.type == "cpu" else torch.get_device_module(device)
-        if module is not None and hasattr(module, "get_rng_state_all") and module.device_count() > 1:
-            self._devices = [torch.device(device.type, index) for index in range(module.device_count())]
-        self._of_torch = list(map(random_state, self._devices))
+        self._of_torch = torch.get_rng_state()
+        self._of_devices: list[tuple[torch.device, torch.Tensor]] = []
+        if device.type != "cpu":  # all that this process can reach, over which a model may be spread
+            module = torch.get_device_module(device)
+            count = module.device_count() if hasattr(module, "get_rng_state_all") else 1
+            devices = [device] if count == 1 else [torch.device(device.type, index) for index in range(count)]
+            self._of_devices = [(each, module.get_rng_state(each)) for each in devices]
         self._of_python = random.getstate()
         numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
         self._of_numpy = numpy_random and numpy_random.get_state()
 
     def put_back(self) -> None:
-        for state, device in zip(self._of_torch, self._devices, strict=True):
-            set_random_state(state, device)
+        torch.set_rng_state(self._of_torch)
+        for device, state in self._of_devices:
+            torch.get_device_module(device).set_rng_state(state, device)
         random.setstate(self._of_python)
         if self._of_numpy is not None:
             sys.modules["numpy.random"].set_state(self._of_numpy)
 
     def __eq__(self, other: object) -> bool:
         def known(state: RandomState) -> list[Any]:
-            of_torch = [each.tolist() for of_one in state._of_torch for each in of_one.values()]
+            of_torch = [each.tolist() for each in (state._of_torch, *(of_one for _, of_one in state._of_devices))]
             return [state._of_python, str(state._of_numpy), of_torch]
 
         return isinstance(other, RandomState) and known(self) == known(other)
