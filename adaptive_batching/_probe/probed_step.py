@@ -41,7 +41,7 @@ class TrainingStep:
 
 def has_states(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer`` has created the states of all its parameters, as its first step does."""
-    return all(parameter in optimizer.state for parameter in trainable(optimizer))
+    return optimizer.state.keys() >= {*trainable(optimizer)}
 
 
 def trainable(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._device import RandomState
 from adaptive_batching._memory.meter import MemoryMeter, free_host_bytes
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._memory.unused_memory import keep_little_on_the_host
@@ -76,7 +76,7 @@ class Trial:
         with contextlib.ExitStack() as stack:
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
-            stack.enter_context(unchanged_random_state(self._meter.device))
+            stack.callback(RandomState(self._meter.device).put_back)
             # Those that a trial steps, if only to make their states.
             stepped = [one for one in self._step.optimizers if self._step.updates or not has_states(one)]
             stack.enter_context(unchanged(self._step.model, stepped, self._scratch, self._step.state))
@@ -109,47 +109,45 @@ class Trial:
         meter.reset_peak()
         retries_before = meter.num_retries()
         start = time.perf_counter()
-        batches: list[Any] = []
-
-        def prepare() -> None:
+        batch, is_ready, has_run = None, False, False
+        with self._as_far_as_memory_lasts():
             if not self._has_begun:
                 self._make_optimizer_states()
-            batches.append(self._step.make_batch(batch_size))
-
-        def train() -> None:
-            batch = batches.pop()
-            self._step.run(batch)
-            meter.synchronize()
-
-        ran_out = self._runs_out(prepare)
+            batch = self._step.make_batch(batch_size)
+            is_ready = True
         # A rank without a batch would leave the others waiting in the step's collectives.
-        ran_out = not self._all_ready(not ran_out) or self._runs_out(train)
+        if self._all_ready(is_ready):
+            with self._as_far_as_memory_lasts():
+                self._step.run(batch)
+                meter.synchronize()
+                has_run = True
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
+        del batch
         seconds = time.perf_counter() - start
         retries = meter.num_retries() - retries_before
-        peak_bytes = None if ran_out else meter.peak_bytes()
-        if ran_out:
+        peak_bytes = meter.peak_bytes() if has_run else None
+        if not has_run:
             self._clear()
         self._drop_gradients()
         gc.collect()  # compilers leave tensors behind in circles, which a second step must not meet
         fits = peak_bytes is not None and peak_bytes <= self.budget_bytes
         took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
-        strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
+        strained = f", the allocator had to empty its cache {retries} times" if retries and has_run else ""
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
-        in_use_bytes = None if ran_out else meter.peak_allocated_bytes()
+        in_use_bytes = meter.peak_allocated_bytes() if has_run else None
         return Measurement(batch_size, fits, peak_bytes, seconds, retries, in_use_bytes=in_use_bytes)
 
-    def _runs_out(self, function: Callable[[], None]) -> bool:
+    @contextlib.contextmanager
+    def _as_far_as_memory_lasts(self) -> Iterator[None]:
+        """Run what is inside up to where memory runs out, and go on after it; :attr:`failure` then has the error."""
         try:
             with self._limited():
-                function()
+                yield
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             cause = error.__cause__  # of an error that says that one rank of several ran out
             self.failure = first_line(cause if isinstance(cause, Exception) else error)
-            return True
-        return False
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         return self._meter.limit(self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes)
@@ -171,8 +169,9 @@ class Trial:
             if has_states(optimizer):
                 continue
             parameters = trainable(optimizer)
-            self._made += [(optimizer, parameter) for parameter in parameters if parameter not in optimizer.state]
             for parameter in parameters:
+                if parameter not in optimizer.state:
+                    self._made.append((optimizer, parameter))
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             for parameter in parameters:
@@ -187,13 +186,17 @@ def unchanged(
 
     States of paged optimizers that are not there yet are made, and set to their first values on exit.
     """
-    stepped = list(dict.fromkeys(parameter for optimizer in optimizers for parameter in trainable(optimizer)))
+    stepped: dict[torch.Tensor, None] = {}
+    for optimizer in optimizers:
+        stepped.update(dict.fromkeys(trainable(optimizer)))
     state = State([model]) if state is None else state
     parameters = list(dict.fromkeys((*parameters_of(model, optimizers), *state.parameters)))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     paged = make_paged_states(optimizers)
     saved = Saved(state, parameters, optimizers=optimizers, elsewhere=[*stepped, *paged])
-    copied = [*stepped, *(part for kept in saved.kept for part in kept.parts)]
+    copied = [*stepped]
+    for kept in saved.kept:
+        copied += kept.parts
     global probing
     # What is put back is none of what is reported.
     with reporting(state, *optimizers), kept_aside(copied, scratch), without_hooks(optimizers):
@@ -217,15 +220,17 @@ def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     for wrapped in optimizers:  # Accelerate's and Fabric's wrap one
         for optimizer in (wrapped, getattr(wrapped, "optimizer", None), getattr(wrapped, "_optimizer", None)):
             own = getattr(optimizer, "__dict__", {})
-            names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-            hooks += [own[name] for name in names if name in own and all(own[name] is not one for one in hooks)]
-    saved = [dict(hook) for hook in hooks]
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                if name in own:
+                    hooks.append(own[name])
+    saved = []
     for of_one in hooks:
+        saved.append((of_one, dict(of_one)))
         of_one.clear()
     try:
         yield
     finally:
-        for of_one, before in zip(hooks, saved, strict=True):
+        for of_one, before in reversed(saved):  # where one is there twice, the first has all
             of_one.clear()
             of_one.update(before)
 
@@ -240,9 +245,13 @@ def kept_aside(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Iterato
     if DRY_RUN in os.environ:
         yield
         return
-    local = [_local(tensor) for tensor in tensors]
-    on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
-    on_device = sum(tensor.nbytes for tensor in local) - on_host
+    local = [*map(_local, tensors)]
+    on_host = on_device = 0
+    for tensor in local:
+        if tensor.device.type == "cpu":
+            on_host += tensor.nbytes
+        else:
+            on_device += tensor.nbytes
     # Training also needs host memory, for its data and for pinned copies.
     all_to_file = on_device > free_host_bytes() // 2
     in_file = on_host + (on_device if all_to_file else 0)
@@ -322,8 +331,9 @@ def _free_bytes(folder: Path) -> int:
     """Return the bytes that a file in ``folder`` can take; at most half of the free host memory on tmpfs and ramfs."""
     free = shutil.disk_usage(folder).free
     mounts = Path("/proc/mounts")
-    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
-    # (mount point, type) of every mount that contains the folder
-    kinds = [(point, kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(point)]
-    _, kind = max(kinds, key=lambda mount: len(mount[0]), default=("", ""))
-    return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
+    innermost = of_folder = ""  # mount point that contains the folder, and its type
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        _, point, kind, *_ = line.split()
+        if len(point) > len(innermost) and folder.resolve().is_relative_to(point):
+            innermost, of_folder = point, kind
+    return min(free, free_host_bytes() // 2) if of_folder in ("tmpfs", "ramfs") else free
