@@ -46,7 +46,8 @@ def reporting(state: State, *others: Any) -> Iterator[None]:
 
 
 def _seen(state: State, others: tuple[Any, ...]) -> dict[str, Any]:
-    roots = [*(("model", model) for model in state.models), *state.losses.items(), ("trainer", state.trainer)]
+    roots: list[tuple[str, Any]] = [("model", model) for model in state.models]
+    roots += [*state.losses.items(), ("trainer", state.trainer)]
     roots += [(type(other).__name__, other) for other in others]
     roots += [
         (f"{name}.{attribute}", value)
@@ -59,10 +60,10 @@ def _seen(state: State, others: tuple[Any, ...]) -> dict[str, Any]:
         owners.setdefault(id(root), (name, root))
         for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
             owners.setdefault(id(module), (f"{name}.{path}", module))
-    seen = {}
+    seen, listed = {}, {*map(id, state.listed)}
     for name, owner in owners.values():
         for attribute, value in [*getattr(owner, "__dict__", {}).items()]:
-            is_listed = any(each is owner or each is value for each in state.listed)
+            is_listed = id(owner) in listed or id(value) in listed
             is_declared = owner is state.trainer and is_number(value)  # which we set ourselves, too
             if not (is_listed or is_declared) and attribute not in _OF_ANY_MODULE:
                 seen[f"{name}.{attribute}"] = _glance(value)

@@ -72,34 +72,29 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
     total = meter.total_bytes
     if (limit := config.memory_limit) is not None and limit.bytes_of(total) > total:
         _say_that_limit_is_above(str(limit), memory_size(total))
-    problems = [problem for problem in ranks.gather(_no_room(config, meter, added)) if problem]
-    if problems:
-        raise ConfigError(problems[0])
+    problem = ""
+    if limit is not None:
+        taken = meter.used_bytes() + added + meter.outside_bytes()
+        if limit.bytes_of(total) <= taken:
+            problem = (
+                f"adaptive_batching.memory_limit={limit} is used up before the first step: {memory_size(taken)} are in "
+                f"use already; write how much training may use in total, out of the device's {memory_size(total)}"
+            )
+    else:
+        headroom, free = config.headroom.bytes_of(total), _free_bytes(meter)
+        if free <= max(headroom, added):
+            problem = (
+                f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, but only "
+                f"{memory_size(free)} are free on the device; write less, or stop other programs there"
+            )
+    for of_rank in ranks.gather(problem):
+        if of_rank:
+            raise ConfigError(of_rank)
 
 
 @functools.cache
 def _say_that_limit_is_above(limit: str, total: str) -> None:
     log.warning("adaptive_batching.memory_limit=%s is more than the device has, which is %s", limit, total)
-
-
-def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:
-    used, free = meter.used_bytes(), _free_bytes(meter)
-    if config.memory_limit is not None:
-        taken = used + added + meter.outside_bytes()
-        if config.memory_limit.bytes_of(meter.total_bytes) > taken:
-            return None
-        return (
-            f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step: "
-            f"{memory_size(taken)} are in use already; write how much training may use in total, out of the device's "
-            f"{memory_size(meter.total_bytes)}"
-        )
-    headroom = config.headroom.bytes_of(meter.total_bytes)
-    if free > max(headroom, added):
-        return None
-    return (
-        f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, but only {memory_size(free)} are "
-        "free on the device; write less, or stop other programs there"
-    )
 
 
 def explain(device: torch.device, budget: int, measurements: Sequence[Measurement], failure: str, remedy: str) -> str:

@@ -201,14 +201,21 @@ class SizeSearch:
 
     def _line_up_to(self, points: list[tuple[int, int]]) -> Line | None:
         """Return the line through the last point and the nearest one that noise cannot have raised or lowered to it."""
-        lines = [self._through(point, points[-1]) for point in points[:-1]]
-        return next((line for line in reversed(lines) if line.slope > 4 * line.doubt), lines[0] if lines else None)
+        line = None  # that through the farthest point, if none will do
+        for point in reversed(points[:-1]):
+            line = self._through(point, points[-1])
+            if line.slope > 4 * line.doubt:
+                break
+        return line
 
     def _above(self) -> tuple[int, int] | None:
         """(batch size, peak bytes) of the smallest size beyond those that fitted which took more than the budget."""
-        ran = [(m.batch_size, m.peak_bytes) for m in self.measurements if m.peak_bytes is not None]
-        most = max((size for size, _ in self._points()), default=0)
-        return min((point for point in ran if point[0] > most and point[1] > self.budget_bytes), default=None)
+        above, points = list[tuple[int, int]](), self._points()
+        most = points[-1][0] if points else 0
+        for m in self.measurements:
+            if m.batch_size > most and m.peak_bytes is not None and m.peak_bytes > self.budget_bytes:
+                above.append((m.batch_size, m.peak_bytes))
+        return min(above, default=None)
 
     def _surely(self) -> float:
         """Return the size that fits for certain by the bound from above."""

@@ -57,9 +57,10 @@ def candidate_sizes(
     assert upper >= 1, upper
     if not (powers_of_two or coarse):
         return range(1, upper + 1)
-    digits = range(1, 2) if powers_of_two else range(1, 16)
-    sizes = {digit << zeros for zeros in range(upper.bit_length()) for digit in digits}
-    sizes |= {include or 1} if powers_of_two else {include or 1, upper}
+    sizes = {include or 1} if powers_of_two else {include or 1, upper}
+    for zeros in range(upper.bit_length()):
+        power = 1 << zeros
+        sizes |= {power} if powers_of_two else {*range(power, 16 * power, power)}
     return sorted(size for size in sizes if size <= upper)
 
 
