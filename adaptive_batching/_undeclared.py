@@ -36,7 +36,10 @@ def reporting(state: State, *others: Any) -> Iterator[None]:
     before = _seen(state, others)
     yield
     after = _seen(state, others)
-    changes = [change for name in before if (change := _in_words(name, before[name], after.get(name)))]
+    changes = []
+    for name, value in before.items():
+        if change := _in_words(name, value, after.get(name)):
+            changes.append(change)
     if changes:
         more = f" and {len(changes) - _MOST_NAMED} more" if len(changes) > _MOST_NAMED else ""
         log.warning(

@@ -1,4 +1,4 @@
-"""The test of an error for running out of memory, and what is left of a pass that did."""
+"""The test of an error for running out of memory, and the frames that such an error keeps."""
 
 from __future__ import annotations
 
@@ -73,22 +73,3 @@ def forget_frames(error: BaseException) -> None:
             seen.add(id(link))
             link.__traceback__ = None
             waiting += [link.__cause__, link.__context__]
-
-
-def forget_failed_backward(device: torch.device) -> None:
-    """Drop the graph of a backward pass that has failed: autograd keeps it, and no Python object refers to it.
-
-    The tasks that were still to run stay in the queue of the calling thread, each with its node and thus with saved
-    tensors, until that thread's next backward pass. Those on an accelerator are dropped by a thread of the device, when
-    it comes to them. A backward pass of nothing waits for both: tasks of a pass that is over come first in a queue
-    (``CompareNodeTaskTime`` in torch/csrc/autograd/engine.cpp). It allocates nothing and starts no kernel.
-    """
-    # The device's thread first: until it has let go of the pass, this thread's tasks do not count as left over.
-    for place in dict.fromkeys((device, torch.device("cpu"))):
-        with torch.inference_mode(False), torch.enable_grad():
-            nothing = torch.empty(0, device=place, requires_grad=True)
-            try:
-                torch.autograd.backward(nothing.view_as(nothing), torch.empty_like(nothing))
-            except RuntimeError as error:
-                if not is_out_of_memory(error):  # as where it is the first pass, and its threads cannot start
-                    raise

@@ -1,4 +1,4 @@
-"""Memory that nothing uses any more: garbage, and what allocators keep of it until they are told to release it."""
+"""Memory that nothing uses any more: garbage, and what autograd and allocators keep until they are told to let go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from adaptive_batching._memory.host_limits import process_limits
-from adaptive_batching._memory.out_of_memory import forget_failed_backward
+from adaptive_batching._memory.out_of_memory import is_out_of_memory
 
 _keeps_freed_memory = False  # on the host, again, after it had been told to keep little
 
@@ -49,6 +49,25 @@ def release_cached_memory(device: torch.device) -> None:
         of_torch = getattr(torch._C, "_host_emptyCache", lambda: None)  # before torch.accelerator had it
         # It never shrinks by itself, however large the step that made it grow.
         getattr(torch.accelerator, "empty_host_cache", of_torch)()
+
+
+def forget_failed_backward(device: torch.device) -> None:
+    """Drop the graph of a backward pass that has failed: autograd keeps it, and no Python object refers to it.
+
+    The tasks that were still to run stay in the queue of the calling thread, each with its node and thus with saved
+    tensors, until that thread's next backward pass. Those on an accelerator are dropped by a thread of the device, when
+    it comes to them. A backward pass of nothing waits for both: tasks of a pass that is over come first in a queue
+    (``CompareNodeTaskTime`` in torch/csrc/autograd/engine.cpp). It allocates nothing and starts no kernel.
+    """
+    # The device's thread first: until it has let go of the pass, this thread's tasks do not count as left over.
+    for place in dict.fromkeys((device, torch.device("cpu"))):
+        with torch.inference_mode(False), torch.enable_grad():
+            nothing = torch.empty(0, device=place, requires_grad=True)
+            try:
+                torch.autograd.backward(nothing.view_as(nothing), torch.empty_like(nothing))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):  # as where it is the first pass, and its threads cannot start
+                    raise
 
 
 def release_workspaces(device: torch.device) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,20 +28,11 @@ class TrainingStep:
     run: Callable[[Any], None]
     """Runs forward, backward, gradient clipping and the optimizer step on a batch, and leaves no gradients behind."""
 
-    discard: Callable[[], None] = lambda: None
-    """Drops what an aborted step leaves behind, other than gradients."""
+    discard: Callable[[], None] | None = None
+    """Drops what an aborted step leaves behind, other than gradients; None if that is nothing."""
 
     updates: bool = True
     """False if :attr:`run` takes no optimizer step."""
 
     state: State | None = None
     """What a step may change besides its optimizers; None if that is the model alone."""
-
-
-def has_states(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer`` has created the states of all its parameters, as its first step does."""
-    return optimizer.state.keys() >= {*trainable(optimizer)}
-
-
-def trainable(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

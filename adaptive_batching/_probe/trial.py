@@ -29,7 +29,7 @@ from adaptive_batching._memory.meter import MemoryMeter, free_host_bytes
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._memory.unused_memory import keep_little_on_the_host
 from adaptive_batching._probe.paged_states import make_paged_states, set_to_zero
-from adaptive_batching._probe.probed_step import TrainingStep, has_states, trainable
+from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._state import Saved, State, parameters_of
 from adaptive_batching._undeclared import reporting
@@ -75,7 +75,8 @@ class Trial:
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
             stack.callback(self._meter.release)
-            stack.callback(self._step.discard)
+            if self._step.discard is not None:
+                stack.callback(self._step.discard)
             stack.callback(RandomState(self._meter.device).put_back)
             # Those that a trial steps, if only to make their states.
             stepped = [one for one in self._step.optimizers if self._step.updates or not has_states(one)]
@@ -155,7 +156,8 @@ class Trial:
     def _clear(self, *, states: bool = False) -> None:
         for optimizer, parameter in self._made if states else ():
             optimizer.state.pop(parameter, None)
-        self._step.discard()
+        if self._step.discard is not None:
+            self._step.discard()  # first: of a unit that is still gathered, gradients are out of reach
         self._drop_gradients()
         self._meter.release()
 
@@ -176,6 +178,15 @@ class Trial:
             optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
+
+
+def has_states(optimizer: Optimizer) -> bool:
+    """Return True if ``optimizer`` has created the states of all its parameters, as its first step does."""
+    return optimizer.state.keys() >= {*trainable(optimizer)}
+
+
+def trainable(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 @contextlib.contextmanager
