@@ -12,7 +12,7 @@ import torch
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory.caching_allocator import allocator_advice
 from adaptive_batching._memory.meter import MemoryMeter, memory_meter
-from adaptive_batching._probe.paged_states import move_to_host
+from adaptive_batching._probe.paged_states import free_without_managed
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError, MemoryAmount, memory_size
@@ -39,18 +39,13 @@ def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
 
 def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Return the bytes in use plus those free, within ``memory_limit``."""
-    available = meter.used_bytes() + _free_bytes(meter)
+    available = meter.used_bytes() + free_without_managed(meter)
     return available if config.memory_limit is None else min(_allowed(config.memory_limit, meter), available)
 
 
 def _allowed(limit: MemoryAmount, meter: MemoryMeter) -> int:
     """Return what is left of ``limit`` for what the meter counts: it is for all that the process takes."""
     return limit.bytes_of(meter.total_bytes) - meter.outside_bytes()
-
-
-def _free_bytes(meter: MemoryMeter) -> int:
-    move_to_host(meter.device)  # this process's own managed memory makes room
-    return meter.free_bytes()
 
 
 @contextlib.contextmanager
@@ -73,6 +68,7 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
     if (limit := config.memory_limit) is not None and limit.bytes_of(total) > total:
         _say_that_limit_is_above(str(limit), memory_size(total))
     problem = ""
+    free = free_without_managed(meter)  # first: what has left the device does not count as outside, either
     if limit is not None:
         taken = meter.used_bytes() + added + meter.outside_bytes()
         if limit.bytes_of(total) <= taken:
@@ -81,7 +77,7 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
                 f"use already; write how much training may use in total, out of the device's {memory_size(total)}"
             )
     else:
-        headroom, free = config.headroom.bytes_of(total), _free_bytes(meter)
+        headroom = config.headroom.bytes_of(total)
         if free <= max(headroom, added):
             problem = (
                 f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, but only "

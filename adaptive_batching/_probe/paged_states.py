@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from adaptive_batching._memory.meter import MemoryMeter
+
 _HOST = -1  # CU_DEVICE_CPU
 
 
@@ -46,17 +48,17 @@ def set_to_zero(tensors: Sequence[torch.Tensor]) -> None:
         sys.modules["bitsandbytes.functional"].fill(tensor, 0)
 
 
-def move_to_host(device: torch.device) -> None:
-    """Move this process's managed memory off ``device``, so that it can be read how much there is to take.
+def free_without_managed(meter: MemoryMeter) -> int:
+    """Return the bytes that are free once this process's managed memory, which makes room, is moved off the device.
 
     It comes back where it is used. What a driver does not move, as on Windows, cannot be evicted either.
     """
     library = sys.modules.get("bitsandbytes.functional")
-    if library is None or device.type != "cuda":
-        return
-    # Not by prefetch_tensor(to_cpu=True), which asks for an attribute of device -1 and ends the process.
-    with contextlib.suppress(OSError, AttributeError):  # the driver of another vendor
-        prefetch = ctypes.CDLL("libcuda.so.1").cuMemPrefetchAsync
-        for tensor in library.GlobalPageManager.get_instance().paged_tensors:
-            prefetch(ctypes.c_uint64(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), _HOST, None)
-        torch.cuda.synchronize(device)
+    if library is not None and meter.device.type == "cuda":
+        # Not by prefetch_tensor(to_cpu=True), which asks for an attribute of device -1 and ends the process.
+        with contextlib.suppress(OSError, AttributeError):  # the driver of another vendor
+            prefetch = ctypes.CDLL("libcuda.so.1").cuMemPrefetchAsync
+            for tensor in library.GlobalPageManager.get_instance().paged_tensors:
+                prefetch(ctypes.c_uint64(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), _HOST, None)
+            torch.cuda.synchronize(meter.device)
+    return meter.free_bytes()
