@@ -90,7 +90,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         if parts is None:
             rule = SplitRule(by_length=self.limit.bound is not None)
             split = split_samples(self.lengths(samples), rule, self.limit.max_tokens)
-            parts = [[samples[index] for index in part] for part in split]
+            parts = [list(map(samples.__getitem__, part)) for part in split]
         module = None if self.limit.max_tokens is None else self.batch_dependent_module()
         if module is not None and self._parallel.ranks.any(len(parts) > 1):  # on all ranks, as others would wait
             raise ConfigError(
@@ -155,7 +155,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
             # nothing waits for a device that counts. Where other ranks wait for this backward pass, it has to run.
             if not self._parallel.roots and (part.is_filler or not number):
                 return torch.zeros_like(total), number
-            self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
+            divisor = number + (number == 0) if part.divisor is None else part.divisor  # 1 for no losses
+            self._backward(total / divisor)
         return total.detach(), number
 
     def _observe(self, part: LossPart, seconds: float) -> None:
@@ -191,8 +192,3 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def batch_dependent_module(self) -> str | None:
         return find_batch_norm(self._model)
-
-
-def nonzero(number: torch.Tensor) -> torch.Tensor:
-    """Return ``number``, and 1 for 0."""
-    return number + (number == 0)

@@ -115,7 +115,7 @@ def _size_of(value: Any) -> int:
 
 def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:
     """Return ``samples`` as a batch, from copies of them, which collating may change."""
-    return collate([copied(sample) for sample in samples])
+    return collate(list(map(copied, samples)))
 
 
 def copied(value: Any) -> Any:

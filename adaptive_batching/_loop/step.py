@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._loop.loss_work import LossWork, nonzero
+from adaptive_batching._loop.loss_work import LossWork
 from adaptive_batching._loop.samples import (
     Loss,
     Sample,
@@ -212,10 +212,11 @@ class AdaptiveStep(Generic[Sample]):
                 self._look_at_communication(filler * 2)
             parts, results = zip(*self._runner.step(checked), strict=True)
         losses, numbers = zip(*results, strict=True)
-        total, number = torch.stack(losses).sum(), reduce(operator.add, numbers)
+        total: torch.Tensor = torch.stack(losses).sum()
+        number: torch.Tensor = reduce(operator.add, numbers)
         if parallel.ranks.size > 1:
             total, number = sums_over_ranks([total, number], total.device)
-        number = nonzero(number)
+        number = number + (number == 0)  # 1 for no losses
         self._work.last_number = number, num_samples
         if parts[0].divisor is not None:  # the same for all parts and ranks
             parallel.sum_gradients(parts[0].divisor / number.item())

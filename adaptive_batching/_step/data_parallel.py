@@ -57,15 +57,14 @@ class DataParallel:
         self.ranks = ranks
         self.roots = list(roots)
         self.collectives = collectives
+        # A rank of shards can tell the others only if it is known what they wait for.
+        self.agreeing = ranks if ranks.size == 1 or not self.roots or collectives is not None else ALONE
+        """Ranks that learn of an out-of-memory error here: all, or this one alone if the others cannot be told."""
+
         self.why_alone = why_alone
         self._parameters = parameters
         self._copy = copy
         self._sum = GradientSum(ranks, parameters) if ranks.size > 1 and not roots else None
-
-    @property
-    def agreeing(self) -> Ranks:
-        """Ranks that learn of an out-of-memory error here: all, or this one alone if the others cannot be told."""
-        return self.ranks if self.ranks.size == 1 or self.collectives is not None or self._sum is not None else ALONE
 
     @property
     def agrees(self) -> bool:
@@ -100,7 +99,7 @@ class DataParallel:
                 f"a forward and backward pass has {collectives.num_others} collectives that are not FSDP's, for which "
                 "ranks would wait if one ran out of memory; leave out of the loss what gathers or sums over ranks"
             )
-        self.collectives = collectives
+        self.collectives, self.agreeing = collectives, self.ranks
 
     def prepare_sum(self) -> None:
         """Allocate what the sum of gradients needs, after the last backward, where memory may still run out."""

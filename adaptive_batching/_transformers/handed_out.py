@@ -85,8 +85,12 @@ def length_function(
             def length(sample: Sample, together: Any = together, longest: Any = longest) -> int:
                 if sample is None:  # which a collate function leaves out
                     return 0
-                tokens = sum(_num_tokens(sample[key]) for key in together)
-                tokens += max((_num_tokens(sample[key]) for key in longest), default=0)
+                tokens = most = 0
+                for key in together:
+                    tokens += _num_tokens(sample[key])
+                for key in longest:
+                    most = max(most, _num_tokens(sample[key]))
+                tokens += most
                 return tokens if at_most is None or not longest else min(tokens, at_most)
 
             return length

@@ -257,7 +257,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             self._of_batches = []
             for batch in together:
                 split = split_samples(self.lengths(batch), rule, self._most_tokens(batch), pads=self.pads)
-                self._of_batches.append([[batch[index] for index in part] for part in split])
+                self._of_batches.append([list(map(batch.__getitem__, part)) for part in split])
             lists = [part for parts in self._of_batches for part in parts]
         yield [self._part(each) if each else self.filler() for each in lists]
 
