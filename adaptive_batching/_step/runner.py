@@ -303,7 +303,7 @@ class StepRunner(Generic[Samples, P, R]):
         )
         self._recovered.append((on, self.limit.max_tokens))
         work.put_back()
-        if self._recovers and work.state is not None:
+        if work.state is not None:
             work.state.put_back()
 
     def _why_final(self, failed: FailedPart, words: Words) -> str | None:

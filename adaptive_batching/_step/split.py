@@ -134,7 +134,7 @@ def split_end_to_end(lengths: Sequence[int], max_tokens: int) -> Split:
             tokens, number, part = parts[0]
             part.append(index)
             heapq.heapreplace(parts, (tokens + lengths[index], number, part))
-        if all(tokens <= max_tokens for tokens, _, _ in parts):
+        if not parts or max(parts)[0] <= max_tokens:
             return alone + [part for _, _, part in sorted(parts, key=lambda each: (-each[0], each[1]))]
         count += 1
 

@@ -423,13 +423,16 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
 
     def _note(self, inputs: StepInputs) -> None:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
-        batches = [each.row.inputs for each in self._to_run if each.row is not None]
-        if len(batches) < len(self._to_run):
-            batches = [each.batch for each in self._to_run]
-        padded = sum(batch[name].numel() for batch in batches if name in batch)
-        masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-        tells = masks and all(mask.dim() == 2 for mask in masks)  # others say which tokens see each other
-        inputs.note(name, int(sum(mask.sum() for mask in masks)) if tells else padded, padded, len(batches))
+        tokens = padded = 0
+        dimensions = set[int]()
+        for each in self._to_run:
+            batch = each.batch if each.row is None else each.row.inputs
+            padded += batch[name].numel() if name in batch else 0
+            if (mask := batch.get("attention_mask")) is not None:
+                dimensions.add(mask.dim())
+                tokens += int(mask.sum())
+        # Masks of more dimensions say which tokens see each other.
+        inputs.note(name, tokens if dimensions == {2} else padded, padded, len(self._to_run))
 
     def failed(self, part: Part) -> FailedPart:
         failed = super().failed(part)
