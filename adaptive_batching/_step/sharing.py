@@ -51,10 +51,6 @@ class Sharing:
         self._said_that_weights_differ = self._said_that_dropout_differs = False
         self._can_send = True
 
-    def begin_step(self) -> None:
-        """Take note that a step begins, which may not be shared out."""
-        self.last = None
-
     @property
     def balance(self) -> tuple[float, float, int] | tuple[()]:
         """The last values of a step's :class:`~adaptive_batching._report.events.StepCost`; none if it is not shared."""
@@ -68,7 +64,6 @@ class Sharing:
         weight: Hashable | None,
         limit: int | None,
         *,
-        forward_cost: float = FORWARD_COST,
         pads: bool,
     ) -> list[list[Any]] | None:
         """Return what this rank computes of a step, in parts as many as on other ranks; None if each keeps its own.
@@ -81,7 +76,6 @@ class Sharing:
             weight: Of a sample in the gradient, by any measure, which has to be equal on all ranks; None if samples of
                 this rank have different ones.
             limit: Most tokens of a part; the least of all ranks counts.
-            forward_cost: Tokens that take as long to compute as a forward takes on top; the same on all ranks.
             pads: False if samples are laid end to end.
         """
         self.last = None
@@ -95,7 +89,7 @@ class Sharing:
                 log.info("samples are not balanced over ranks: ranks weight them differently")
             return None
         limit = min(limits, key=_or_infinite)
-        cost = replace(self._cost, fixed=min(forward_cost, _or_infinite(limit)))  # no more than that of its tokens
+        cost = replace(self._cost, fixed=min(FORWARD_COST, _or_infinite(limit)))  # no more than that of its tokens
         share = share_out(lengths_of_ranks, cost, _speeds(paces), limit, pads=pads)
         if not all(map(any, share.parts)):  # a rank that computes nothing has no loss to tell
             return None

@@ -205,9 +205,12 @@ def runs_as_stock(run: Runner) -> None:
     run("full", "in_backward_probe", *in_backward, "use_maximum_batch_size=True")
 
 
-def forwards_that_cost(tokens: int) -> Any:
+@contextlib.contextmanager
+def forwards_that_cost(tokens: int) -> Iterator[None]:
     """Have a forward cost as much as so many tokens."""
-    return mock.patch.object(recipe_work, "SplitRule", partial(SplitRule, forward_cost=tokens))
+    in_split = mock.patch.object(recipe_work, "SplitRule", partial(SplitRule, forward_cost=tokens))
+    with in_split, mock.patch.object(sharing, "FORWARD_COST", tokens):
+        yield
 
 
 def runs_that_are_cut(run: Runner) -> None:

@@ -262,8 +262,6 @@ class Splitter:
         """Take note that a step begins, all of whose samples have one size of rows."""
         if self.makes_rows:
             self._split_policy.row_size.begin_step(self._ranks.gather)
-        if self.sharing is not None:
-            self.sharing.begin_step()
 
     def split(self, batch: list[Sample]) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``."""
@@ -290,9 +288,8 @@ class Splitter:
         weights = {self._weight_of_term(batch) for batch in window}
         samples = [sample for batch in window for sample in batch]
         weight = weights.pop() if len(weights) == 1 else None
-        sizes, cost = self._sizes(samples), self._split_policy.rule.forward_cost
-        limit = self._most_tokens(sizes)
-        lists = sharing.parts(samples, sizes, weight, limit, forward_cost=cost, pads=not self.makes_rows)
+        sizes = self._sizes(samples)
+        lists = sharing.parts(samples, sizes, weight, self._most_tokens(sizes), pads=not self.makes_rows)
         if lists is None:
             return None
         assert weight is not None
