@@ -151,6 +151,7 @@ class StepRunner(Generic[Samples, P, R]):
                 if random_state is not None:
                     random_state.put_back()
                 done, groups = [], iter(work.split(samples))
+                del outcome  # with results that take memory, which is short
                 continue
             largest = max(parts, key=attrgetter("tokens"))
             self.limit.note(largest.tokens)
