@@ -20,12 +20,13 @@ import adaptive_batching
 from adaptive_batching._config import as_overrides
 from adaptive_batching._dry_run.command import add_dry_run
 from adaptive_batching._environment import add_env
+from adaptive_batching._mistakes import Parser, end
 from adaptive_batching._padding import add_padding
-from adaptive_batching._report.events import RecordError, newest_record
+from adaptive_batching._report.events import newest_record
 from adaptive_batching._report.page import PAGE, write_page
 from adaptive_batching._torchtune.names import NOT_INSTALLED, command_of_recipe, register
 from adaptive_batching._transformers.run_command import add_run_command
-from adaptive_batching._values import end, install_extra
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, install_extra
 
 PROG = "adaptive-batching"
 _NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
@@ -48,9 +49,11 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
             if name != "plan":  # which reads their names alone
                 register()
         except ModuleNotFoundError as error:
-            end(f"{name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}")
+            raise ConfigError(f"{name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
         except ImportError as error:  # a name that another version has not
-            end(f"{name} needs other versions of its dependencies ({error}); {install_extra('torchtune')}")
+            raise ConfigError(
+                f"{name} needs other versions of its dependencies ({error}); {install_extra('torchtune')}"
+            ) from None
         getattr(module, f"add_{name}")(subparsers, prog)
 
     return add
@@ -75,12 +78,12 @@ def add_report(subparsers: Any, prog: str) -> None:
         try:
             page = write_page(args.output_dir or [newest_record(Path())], output)
             print(page)
-        except RecordError as error:
-            parser.error(str(error))
         except OSError as error:
-            parser.error(f"{error.filename or output}: {error.strerror or error}; name another file with --output")
+            raise ConfigError(
+                f"{error.filename or output}: {error.strerror or error}; name another file with --output"
+            ) from None
         if args.open and not webbrowser.open(page.resolve().as_uri()):
-            parser.error(f"--open found no browser; open {page} yourself")
+            raise ConfigError(f"--open found no browser; open {page} yourself")
 
     parser.set_defaults(func=report)
 
@@ -127,8 +130,15 @@ def _near(name: str, known: Collection[str]) -> str:
 
 
 def main() -> None:
-    """Run the command that the command line names."""
-    parser = argparse.ArgumentParser(
+    """Run the command that the command line names; a mistake ends in one line."""
+    try:
+        _run(sys.argv[1:])
+    except AdaptiveBatchingError as error:
+        end(str(error))
+
+
+def _run(arguments: list[str]) -> None:
+    parser = Parser(
         prog=PROG,
         description="Fine-tuning in the memory that you have. See whether a script (Trainer, TRL, torchrun, any other) "
         "or a torchtune config fits a GPU, run torchtune's recipes without padding, read what a run did. In Python: "
@@ -137,7 +147,6 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=f"{PROG} {adaptive_batching.__version__}")
     parser.set_defaults(func=lambda args: parser.print_help())
     subparsers = parser.add_subparsers(title="commands", metavar="command")
-    arguments = sys.argv[1:]
     named = next((argument for argument in arguments if not argument.startswith("-")), None)
     if named in ("run", "probe") and "-q" in arguments:
         os.environ.update(_NO_PROGRESS_BARS)
@@ -151,11 +160,12 @@ def main() -> None:
             subparsers.add_parser(name, help=OF_TORCHTUNE[name][1])
         else:
             add(subparsers, PROG)
-    options = subparsers.choices[named]._option_string_actions if named else {}
+    of_command = subparsers.choices[named] if named else parser
+    options = of_command._option_string_actions
     args, rest = parser.parse_known_args(_with_dashes(arguments, options))
     if rest:  # argparse takes positional arguments from between two options, and leaves those after the second
         if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}{_remedy(rest, options)}")
+            of_command.error(f"unrecognized arguments: {' '.join(rest)}{_remedy(rest, options)}")
         args.overrides = [*args.overrides, *rest]
     args.func(args)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching._values import ConfigError
+
 _SHUFFLES = 5
 _GROUPED = 50  # batches that transformers' group_by_length sorts together
 
@@ -30,21 +32,21 @@ def add_padding(subparsers: Any, prog: str) -> None:
     def padding(args: argparse.Namespace) -> None:
         for option, value in (("--batch-size", args.batch_size), ("--max-length", args.max_length)):
             if value is not None and value < 1:
-                parser.error(f"{option} {value} must be at least 1")
+                raise ConfigError(f"{option} {value} must be at least 1")
         try:
             measured = [_length(sample, args.field) for sample in _samples(args.data)]
         except OSError as error:
-            parser.error(f"{args.data}: {error.strerror or error}; name another file")
+            raise ConfigError(f"{args.data}: {error.strerror or error}; name another file") from None
         except ValueError as error:
-            parser.error(f"{args.data}: {error}")
+            raise ConfigError(f"{args.data}: {error}") from None
         units = {unit for length, unit in measured if length}
         if len(units) > 1:
-            parser.error(
+            raise ConfigError(
                 f"{args.data}: some samples have tokens and some only texts; name what to measure with --field"
             )
         lengths = [min(length, args.max_length or length) for length, _ in measured if length]
         if len(lengths) < args.batch_size:
-            parser.error(
+            raise ConfigError(
                 f"{args.data} has {len(lengths)} samples that are not empty, and --batch-size {args.batch_size} asks "
                 "for more; give a smaller one, or name what to measure with --field"
             )

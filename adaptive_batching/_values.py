@@ -6,10 +6,9 @@ import contextlib
 import difflib
 import importlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 DRY_RUN = "ADAPTIVE_BATCHING_DRY_RUN"
 """Variable of the environment that a process of a dry run has. Its values are all zero."""
@@ -38,22 +37,8 @@ class AdaptiveBatchingError(Exception):
     """What this package raises for its user: the message says what is wrong, and what to do."""
 
 
-class Mistake(SystemExit):
-    """Ends a process that has printed why; ``code`` is 2 for a mistake of its user, as argparse has it, and else 1."""
-
-    def __init__(self, line: str, code: int) -> None:
-        super().__init__(line)
-        self.code = code
-
-
-def end(why: str, code: int = 2) -> NoReturn:
-    """Print in one line why this process ends, and end it."""
-    print(f"error: {why}", file=sys.stderr)
-    raise Mistake(f"error: {why}", code) from None
-
-
 class ConfigError(AdaptiveBatchingError, ValueError):
-    """A setting that cannot be used. The message names key, value and remedy."""
+    """A setting or an argument that cannot be used. The message names key, value and remedy."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ TRAIN = "adaptive_batching._torchtune.train."
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "attention": {"device"},
+    "mistakes": {"values"},
     "values": set(),
     "config": {"values"},
-    "dry_run": {"memory", "report", "values"},
+    "dry_run": {"memory", "mistakes", "report", "values"},
     "environment": {"ranks", "values"},
     "device": set(),
     "memory": {"values"},
-    "padding": set(),
+    "padding": {"values"},
     "patches": set(),
     "public": {"config", "growth", "loop", "memory", "probe", "values"},
     "ranks": {"memory", "values"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
 PURE = {
     room + name
     for room, names in {
-        "": "config padding patches values",
+        "": "config mistakes padding patches values",
         "memory/": "host_limits shortage",
         "dry_run/": "answer answer_in_words calibration cards compared ends history largest picture process_work times"
         " verdict",
@@ -100,7 +101,7 @@ def test_what_needs_no_card_is_a_room_of_its_own_whose_device_and_times_know_not
     of_plans = {f"torchtune/cli/{name}" for name in ("plan", "one_plan", "several_plans")}
     callers = {name_of(path) for path in MODULES if any(name.startswith("dry_run") for name in ours(path))}
     assert {name for name in callers if not name.startswith("dry_run/")} == {"_main__", *of_plans}
-    for room, used in {"device": {"values"}, "time": {"dry_run/cards"}}.items():
+    for room, used in {"device": {"mistakes", "values"}, "time": {"dry_run/cards"}}.items():
         of_room = [path for path in (PACKAGE / "_dry_run" / room).rglob("*.py") if path.name != SITE]
         found = {name for path in of_room for name in ours(path)}
         assert {name for name in found if not name.startswith(f"dry_run/{room}")} <= used

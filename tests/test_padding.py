@@ -70,4 +70,5 @@ def test_mistakes_end_in_one_line(
     if text is not None:
         path.write_text(text)
     assert in_this_process("padding", str(path), *options.split()) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and says in said and said.count("\n") == 1

@@ -19,7 +19,7 @@ from adaptive_batching._dry_run.answer_in_words import in_words
 from adaptive_batching._dry_run.calibration import as_option, corrected_by, read_correction
 from adaptive_batching._dry_run.cards import Gpu, find_gpus, gpu_memory, read_card
 from adaptive_batching._dry_run.compared import Column, compare
-from adaptive_batching._dry_run.device import BuildError, parse_capability
+from adaptive_batching._dry_run.device import parse_capability
 from adaptive_batching._dry_run.largest import MOST, largest_that_fits
 from adaptive_batching._dry_run.on_cards import Launch
 from adaptive_batching._dry_run.time.forecast import RunLength
@@ -118,10 +118,8 @@ def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
 
         def run_column(column: Column, note: str) -> DryRun:
             nonlocal correction
-            if note:
-                print(f"dry-run: {column.name}{note}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-                run = _dry_run(args, column, command_of_recipe, Path(folder))
+                run = _dry_run(args, column, note, command_of_recipe, Path(folder))
             if args.calibrate is not None and not runs:
                 correction = corrected_by(args.calibrate, run)
             runs.append(replace(run, correction=correction))
@@ -135,12 +133,8 @@ def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
             from adaptive_batching._dry_run.picture import write_page
 
             write_page(columns, runs, args.page, args.command)
-    except (BuildError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; name another file", file=sys.stderr)
-        return MISTAKE
+        raise ConfigError(f"{error.filename}: {error.strerror}; name another file") from None
     said = [] if args.calibrate is None else [f"  corrected by {args.calibrate}: --correction {as_option(correction)}"]
     if len(columns) == 1:
         shown, lines = as_object(runs[0], columns[0].length), in_words(runs[0], columns[0].length)
@@ -238,7 +232,9 @@ def _checked(args: argparse.Namespace) -> Correction:
     return read_correction(args.correction)
 
 
-def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
+def _dry_run(
+    args: argparse.Namespace, column: Column, note: str, command_of_recipe: CommandOfRecipe, folder: Path
+) -> DryRun:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("the command is missing: write it after --, such as -- python train.py")
@@ -259,6 +255,8 @@ def _dry_run(args: argparse.Namespace, column: Column, command_of_recipe: Comman
         command = _at_batch_size(command, column.batch_size, option, is_recipe=is_recipe)
     if is_recipe:
         command = command_of_recipe(command, folder, args.devices, args.sequence_length)
+    if note:  # after all that can be refused
+        print(f"dry-run: {column.name}{note}", file=sys.stderr, flush=True)
     run = launch.run(command, folder)
     if is_recipe and run.ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which

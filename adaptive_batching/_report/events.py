@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching._values import AdaptiveBatchingError
+
 VERSION = 2
 """Version of the record. Version 1 wrote ``NaN`` and ``Infinity`` as Python does, which is no JSON."""
 
@@ -81,7 +83,7 @@ class Watcher:
         """Take note of the time that a ``validation`` or a ``checkpoint`` took."""
 
 
-class RecordError(ValueError):
+class RecordError(AdaptiveBatchingError, ValueError):
     """A record that is not there, or that this version cannot read."""
 
 

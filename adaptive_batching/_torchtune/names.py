@@ -6,7 +6,6 @@ each with the configs of this package and those of the stock recipe of the same 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching._values import ConfigError, end, first_line, install_extra
+from adaptive_batching._values import ConfigError, first_line, install_extra
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
@@ -50,11 +49,12 @@ def recipes_folder() -> Path:
 def recipes() -> tuple[Any, ...]:
     """Return our recipes as torchtune's registry writes them: objects with name, file_path, configs and the like.
 
-    Without torchtune, end the process.
+    Raises:
+        ConfigError: Without torchtune.
     """
     spec = find_spec("torchtune")
     if spec is None or spec.origin is None:
-        end(f"torchtune, which has the recipes and configs, {NOT_INSTALLED}")
+        raise ConfigError(f"torchtune, which has the recipes and configs, {NOT_INSTALLED}")
     stock = Path(spec.origin).parent
     registry = runpy.run_path(str(stock / "_recipe_registry.py"))
     folder, listed = recipes_folder(), []
@@ -90,33 +90,34 @@ def config_files() -> dict[str, Path]:
 
 def config_on_command_line() -> str:
     """Return what ``--config`` names on the command line of this process; empty if it is not there."""
-    return next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+    words = [part for argument in sys.argv for part in argument.split("=", argument.startswith("--config="))]
+    return next((after for name, after in pairwise(words) if name == "--config"), "")
 
 
-def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
-    """Return the file of the config that a name or a path stands for; without one, end with the closest name."""
+def find_config(name: str) -> Path:
+    """Return the file of the config that a name or a path stands for; ConfigError with the closest name without one."""
     files, path = config_files(), Path(name)
     if path.is_file():
         return path
     if name not in files:
         if name in [recipe.name for recipe in recipes()]:
-            parser.error(f"{name!r} is a recipe, not a config; 'tune ls' lists its configs")
+            raise ConfigError(f"{name!r} is a recipe, not a config; 'tune ls' lists its configs")
         what = (
             f"the file {name!r} does not exist" if path.suffix in (".yaml", ".yml") else f"there is no config {name!r}"
         )
-        parser.error(f"{what}{closest(name, files)}")
+        raise ConfigError(f"{what}{closest(name, files)}")
     return files[name]
 
 
-def find_recipe(name: str, parser: argparse.ArgumentParser) -> Any:
-    """Return the recipe of that name; without one, end with the closest name."""
+def find_recipe(name: str) -> Any:
+    """Return the recipe of that name; ConfigError with the closest name without one."""
     named = {recipe.name: recipe for recipe in recipes()}
     if name in config_files():
         listing = [recipe.name for recipe in recipes() if name in [config.name for config in recipe.configs]]
-        parser.error(f"{name!r} is a config, not a recipe; run it with {' or '.join(listing)}")
+        raise ConfigError(f"{name!r} is a config, not a recipe; run it with {' or '.join(listing)}")
     if name not in named:
         what = f"the file {name!r} does not exist" if name.endswith(".py") else f"there is no recipe {name!r}"
-        parser.error(f"{what}{closest(name, named)}")
+        raise ConfigError(f"{what}{closest(name, named)}")
     return named[name]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._transformers.arguments import AdaptiveArguments
-from adaptive_batching._values import ConfigError, end
+from adaptive_batching._values import ConfigError
 
 SETTINGS = "ADAPTIVE_BATCHING_SETTINGS"
 """Variable of the environment that has the settings, as JSON."""
@@ -39,21 +39,21 @@ def add_run_command(subparsers: Any, prog: str) -> None:
     def run(args: argparse.Namespace) -> None:
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
         if not command:
-            parser.error("the command is missing: write it after --, as in run -- python train.py")
+            raise ConfigError("the command is missing: write it after --, as in run -- python train.py")
         try:
             settings = parsed(args.settings)
             is_enabled = AdaptiveArguments.of(settings).settings(batch_size=1).enabled
         except (ConfigError, TypeError) as error:
-            parser.error(f"--settings {args.settings}: {error}")
+            raise ConfigError(f"--settings {args.settings}: {error}") from None
         if not is_enabled:
-            parser.error(f"--settings {args.settings} changes nothing; write micro_batch_size=auto, for one")
+            raise ConfigError(f"--settings {args.settings} changes nothing; write micro_batch_size=auto, for one")
         os.environ[SETTINGS] = json.dumps(settings)
         paths = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         try:
             os.execvp(command[0], command)
         except OSError as error:
-            end(f"{command[0]}: {error.strerror}")
+            raise ConfigError(f"{command[0]}: {error.strerror}") from None
 
     parser.set_defaults(func=run)
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torchtune._cli.run import Run
 
 from adaptive_batching import ConfigError
-from adaptive_batching.__main__ import main
+from adaptive_batching.__main__ import COMMANDS, main
 from adaptive_batching._torchtune.cli.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.names import config_files
 from adaptive_batching.torchtune import load_stock
@@ -290,9 +290,65 @@ def test_a_mistaken_command_ends_in_one_line_and_with_2(
     assert in_this_process(*shlex.split(command)) == 2
     printed, shown = capfd.readouterr()
     assert command.split()[0] != "plan" or not printed
-    line = shown.rstrip().splitlines()[-1]
-    assert "error: " in line and [word for word in words if word not in line] == [], shown
-    assert "Traceback" not in shown
+    check(shown.removesuffix("\n"), words)
+
+
+# Command -> what is on its line besides
+COMPLETE = {
+    "run": f"lora_finetune_single_device --config {LORA}", "run --settings auto": "-- python x",
+    "probe": f"full_finetune_single_device --config {QUICKSTART}", "validate": QUICKSTART, "plan": f"{LORA} --gpu 4090",
+    "dry-run": "--gpu 4090 -- python x", "padding": "data.json", "quickstart": "", "report": "", "env": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMPLETE)
+def test_an_option_that_a_command_lacks_is_named_in_one_line_that_says_where_help_is(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = command.split()[0]
+    assert in_this_process(*shlex.split(f"{command} --no-such-option {COMPLETE[command]}")) == 2
+    printed, shown = capfd.readouterr()
+    assert not printed and shown.endswith("\n")
+    check(shown[:-1], ["--no-such-option", f"ee 'adaptive-batching {name} --help'"])
+
+
+def test_no_command_is_without_a_test_of_its_options() -> None:
+    assert {command.split()[0] for command in COMPLETE} == {*COMMANDS}
+
+
+SEVERAL = ["--nproc_per_node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "seen_in"),
+    [
+        (["--no-such-option"], "unrecognized arguments: --no-such-option;", ""),
+        (["plann"], "there is no command 'plann'; did you mean 'plan'?", ""),
+        (["env", "a\nb"], "unrecognized arguments: a b;", " env"),
+        (["plan", "--gpus"], "argument --gpus/--devices/--nproc_per_node: expected one argument;", " plan"),
+        (["plan", "--gpus", "two"], "argument --gpus/--devices/--nproc_per_node: invalid int value: 'two';", " plan"),
+        (
+            ["run", *SEVERAL, "full_finetune_single_device", "--config", QUICKSTART],
+            "Recipe full_finetune_single_device does not support distributed training.Please run without torchrun "
+            "commands;",
+            " run",
+        ),
+    ],
+)
+def test_what_argparse_or_torchtune_refuses_is_one_line_that_says_where_help_is(
+    arguments: list[str], said: str, seen_in: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(*arguments) == 2
+    see = "See" if said.endswith("?") else "see"
+    assert capfd.readouterr() == ("", f"error: {said} {see} 'adaptive-batching{seen_in} --help'\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config"], ["batch_size=2"]])
+def test_the_file_of_a_recipe_says_that_its_config_is_missing(arguments: list[str]) -> None:
+    with mock.patch.object(sys, "argv", ["full.py", *arguments]), pytest.raises(SystemExit) as end:
+        full.recipe_main()
+    assert end.value.code == 2
+    check(str(end.value), ["--config <path> is missing"])
 
 
 FOR_BOTH = [f"{OURS}=[]", "max_batch_size=16", f"{OURS}.search=fastest"]

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 
 SOURCE = Path(__file__).parent / "source"
 OLDEST_TORCH = (2, 11)
@@ -54,7 +54,7 @@ GIB = 2**30
 MOST_DEVICES = 16  # as in source/device.h
 
 
-class BuildError(RuntimeError):
+class BuildError(AdaptiveBatchingError, RuntimeError):
     """The device cannot be built here; says what is missing."""
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torchtune._cli.run import Run
 
 import adaptive_batching
+from adaptive_batching._mistakes import end
 from adaptive_batching._torchtune.cli import quickstart
 from adaptive_batching._torchtune.cli.configs import read_config
 from adaptive_batching._torchtune.cli.launch import ONLY_PROBES, QUIET, VERBOSE, check_settings, in_one_line
@@ -34,7 +35,7 @@ from adaptive_batching._torchtune.names import (
 )
 from adaptive_batching._torchtune.train.settings import FIELDS, VALIDATION, check_names
 from adaptive_batching._torchtune.train.stock_config import check_components, check_kinds, refused_in_one_line
-from adaptive_batching._values import ConfigError, end
+from adaptive_batching._values import ConfigError
 
 # Loggers of torch's, each of a level of its own, that say in other words what a process has said
 _TELL_OF_PROCESSES_THAT_ENDED = ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.errors")
@@ -123,11 +124,11 @@ class _Run(Run):
         is_ours = args.recipe.startswith("adaptive_batching/recipes/")
         name = Path(args.recipe).stem if is_ours else args.recipe
         if name in [recipe.name for recipe in recipes()] or not Path(args.recipe).is_file():
-            args.recipe = find_recipe(name, self._parser).name
+            args.recipe = find_recipe(name).name
         if "--config" not in args.recipe_args[:-1]:
             self._parser.error("--config <name or path> is missing after the recipe")
         config = args.recipe_args[args.recipe_args.index("--config") + 1]
-        _read(find_config(config, self._parser), [], self._parser)
+        read_config(find_config(config), [])
         _find_this_package_in_ranks()
         if not re.fullmatch("auto|gpu|cpu|xpu|[1-9][0-9]*", str(args.nproc_per_node)):
             self._parser.error(
@@ -173,9 +174,9 @@ def add_validate(subparsers: Any, prog: str) -> None:
 
     def validate(args: argparse.Namespace) -> None:
         sys.path.append(str(Path.cwd()))  # as a run does, for an increase function that lies there
-        path = find_config(args.config, parser)
-        name = find_recipe(args.recipe, parser).name if args.recipe else recipe_of(args.config, path)
-        cfg = _read(path, args.overrides, parser)
+        path = find_config(args.config)
+        name = find_recipe(args.recipe).name if args.recipe else recipe_of(args.config, path)
+        cfg = read_config(path, args.overrides)
         try:
             check_kinds(cfg)
             check_components(cfg)
@@ -188,17 +189,10 @@ def add_validate(subparsers: Any, prog: str) -> None:
         except Exception as error:
             if (line := in_one_line(error, "while the config is checked")) is None:
                 raise
-            parser.error(f"{path}: {line}")
+            raise ConfigError(f"{path}: {line}") from None
         print("Config is well-formed!")
 
     parser.set_defaults(func=validate)
-
-
-def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> DictConfig:
-    try:
-        return read_config(path, overrides)
-    except ConfigError as error:
-        parser.error(str(error))
 
 
 def _known_keys(recipe: str) -> set[str]:
@@ -233,9 +227,9 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
         try:
             quickstart.build(args.data_dir)
         except FileExistsError as error:
-            parser.error(str(error))
+            raise ConfigError(str(error)) from None
         except OSError as error:
-            parser.error(f"--data_dir {args.data_dir}: {error.strerror or error}; name another folder")
+            raise ConfigError(f"--data_dir {args.data_dir}: {error.strerror or error}; name another folder") from None
         overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
         command = f"{program} run full_finetune_single_device --config quickstart/full_single_device"
         print(f"Running this command:\n  {command} \\\n    {shlex.join(overrides)}\n\n{_STAGED}", flush=True)

@@ -22,6 +22,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.modules.peft import get_adapter_state_dict
 from torchtune.training import FullModelTorchTuneCheckpointer
 
+from adaptive_batching._mistakes import end
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.cli.configs import read_config
 from adaptive_batching._torchtune.names import PLANNED, REPORTED, config_files, register
@@ -29,7 +30,7 @@ from adaptive_batching._torchtune.stock import images
 from adaptive_batching._torchtune.stock.losses import ANSWERS
 from adaptive_batching._torchtune.stock.on_paper import Data
 from adaptive_batching._torchtune.train.stock_config import check_kinds, not_loaded, refused_in_one_line
-from adaptive_batching._values import ConfigError, end, first_line
+from adaptive_batching._values import ConfigError, first_line
 
 SAMPLES = 2**15
 """Of the data that stand in: more than the steps of a dry run take, and enough for a probe."""
@@ -250,8 +251,8 @@ def write_zeros(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    register()
     try:
+        register()
         with images.without_torchvision(), refused_in_one_line():
             main(**{**given, "folder": Path(given["folder"])})
     except InstantiationError as error:

@@ -25,6 +25,7 @@ import adaptive_batching
 from adaptive_batching._config import as_overrides
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
+from adaptive_batching._mistakes import Mistake, end
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
 from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
@@ -39,7 +40,7 @@ from adaptive_batching._torchtune.train.stock_config import (
     set_up_in_one_line,
 )
 from adaptive_batching._torchtune.train.validating import check_validation
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError, Mistake, end, first_line
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
             _run(recipe_class, cfg, flags)
 
         recipe_main.__doc__ = recipe_class.__doc__
+        if not config_on_command_line() and not {"-h", "--help"} & {*sys.argv}:  # argparse would print its usage, too
+            _end("--config <path> is missing; write it after the recipe", 2)
         try:
             return config.parse(recipe_main)()
         except Exception as error:

@@ -20,11 +20,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._dry_run.cards import find_gpus, gpu_memory
-from adaptive_batching._dry_run.device import BuildError, build
+from adaptive_batching._dry_run.device import build
 from adaptive_batching._dry_run.on_cards import Launch
 from adaptive_batching._dry_run.verdict import Answer
 from adaptive_batching._torchtune.cli.levers import Planned
-from adaptive_batching._torchtune.cli.one_plan import MISTAKE, VERSION, Asked, NotPlannedError, make_plan
+from adaptive_batching._torchtune.cli.one_plan import VERSION, Asked, NotPlannedError, make_plan
 from adaptive_batching._torchtune.cli.several_plans import compare_gpus, pull_levers
 from adaptive_batching._torchtune.names import LAUNCHED, PLANNED, closest, config_files, recipe_of, recipes
 from adaptive_batching._values import ConfigError, first_line
@@ -96,9 +96,6 @@ def _run(args: argparse.Namespace) -> int:
         unknown = {"version": VERSION, "answer": str(Answer.CANNOT_TELL), "fits": None, "reason": str(error)}
         print(json.dumps(unknown) if args.json else f"{Answer.CANNOT_TELL}: {error}")
         return Answer.CANNOT_TELL.value
-    except (BuildError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
     shown["seconds"] = round(time.perf_counter() - started, 1)
     if args.json:
         print(json.dumps(shown, indent=1))
