@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
-from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.stock.checkpoints import BatchStateInCheckpoint, ThroughClient
 from adaptive_batching._torchtune.stock.loading import load_stock
 from adaptive_batching._torchtune.stock.losses import (
@@ -60,13 +59,10 @@ _RECIPES: dict[str, tuple[str, str, tuple[type, ...], dict[str, Any]]] = {
         (*_WITH_BATCH_STATE, AcceptsConfigsOfTorchao), _IN_GROUP,
     ),
     "ppo_full_finetune_single_device": (
-        "PPOFullFinetuneRecipeSingleDevice", "fine-tuning by proximal policy optimization",
-        (AdaptivePPO,), {"prepare": check_ppo_settings},
+        "PPOFullFinetuneRecipeSingleDevice", "fine-tuning by proximal policy optimization", (AdaptivePPO,), {},
     ),
 }  # fmt: skip
 """Name of a recipe -> stock's class, its subject, classes before stock's among the bases, and other attributes."""
-
-_COMPUTES_ITS_OWN = "ppo_full_finetune_single_device"
 
 
 def recipe(name: str, objective: MakeObjective | None = None) -> Any:
@@ -83,11 +79,17 @@ def recipe(name: str, objective: MakeObjective | None = None) -> Any:
     """
     if name not in _RECIPES:
         raise ConfigError(f"recipe {name!r} is not known here; take one of {', '.join(_RECIPES)}")
-    if objective is not None and name == _COMPUTES_ITS_OWN:
-        raise ConfigError(f"recipe {name!r} takes no objective, as it has no loss to replace; leave objective=None")
     stock_class, about, mixins, attributes = _RECIPES[name]
+    if objective is not None and not mixin_of(name).takes_objective:
+        raise ConfigError(f"recipe {name!r} takes no objective, as it has no loss to replace; leave objective=None")
     attributes = {"__doc__": f"Stock's {about}.", "__module__": __name__, **attributes}
     if objective is not None:
         attributes["make_objective"] = objective
     attributes |= {key: staticmethod(value) for key, value in attributes.items() if callable(value)}
     return type(stock_class, (*mixins, getattr(load_stock(name), stock_class)), attributes)
+
+
+def mixin_of(name: str) -> type[AdaptiveBatching]:
+    """Return the class that is mixed into the stock recipe of that name, without importing that."""
+    _, _, mixins, _ = _RECIPES[name]
+    return next(mixin for mixin in mixins if issubclass(mixin, AdaptiveBatching))

@@ -22,6 +22,7 @@ from adaptive_batching import AdaptiveStep
 from adaptive_batching._dry_run.device import control
 from adaptive_batching._torchtune.cli.dry_run import load_zeros
 from adaptive_batching._torchtune.stock.data import index_of
+from adaptive_batching._torchtune.train.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.train.run import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
@@ -128,7 +129,7 @@ def test_so_it_is_in_a_loop_of_ones_own() -> None:
 def test_so_it_is_in_a_model_of_a_billion_parameters(inputs: Path, tmp_path: Path) -> None:
     cfg: Any = OmegaConf.load(CONFIGS / "llama3_2" / "1B_full_single_device.yaml")
     cfg.output_dir = str(tmp_path / "out")
-    load_zeros(cfg, tmp_path / "zeros")
+    load_zeros(cfg, AdaptiveBatching.loads, tmp_path / "zeros")
     cfg.tokenizer = {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": f"{inputs}/tokenizer.model"}
     cfg.dataset = {"_component_": "tests.emulated.samples.Samples", "tokens": 512}
     cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}

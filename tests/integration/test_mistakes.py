@@ -133,6 +133,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (f"validate {QUICKSTART} resume_from_checkpoint=perhaps", ["resume_from_checkpoint='perhaps'", "True or False"]),
     (f"validate {QUICKSTART} enable_activation_offloading=True", ["torchtune refuses", "when training on CUDA"]),
     (f"validate {QUICKSTART} optimizer_in_bwd=True", ["torchtune refuses this config", "clip_grad_norm=None"]),
+    # what only its recipe reads
+    (
+        "validate mistral/7B_full_ppo_low_memory micro_batch_size=explore",
+        ["=explore does not work with PPO", "write auto"],
+    ),
     # dry runs
     ("dry-run --gpu 4090", ["the command is missing"]),
     ("dry-run --gpu 409 -- python x", ["--gpu '409' is unknown; the closest: RTX 4090"]),

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune.stock.checkpoints import from_last_checkpoint, take_value_model_of
+from adaptive_batching._torchtune.ppo.value_model import take_value_model_of
+from adaptive_batching._torchtune.stock.checkpoints import from_last_checkpoint
 from adaptive_batching._values import ConfigError
 from tests.conftest import assert_same_weights
 from tests.integration.test_checkpoints import full_disk_from

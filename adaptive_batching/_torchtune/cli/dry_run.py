@@ -25,7 +25,8 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 from adaptive_batching._mistakes import end
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.cli.configs import read_config
-from adaptive_batching._torchtune.names import PLANNED, REPORTED, config_files, register
+from adaptive_batching._torchtune.names import REPORTED, config_files, register
+from adaptive_batching._torchtune.recipe_classes import mixin_of
 from adaptive_batching._torchtune.stock import images
 from adaptive_batching._torchtune.stock.losses import ANSWERS
 from adaptive_batching._torchtune.stock.on_paper import Data
@@ -37,13 +38,6 @@ SAMPLES = 2**15
 
 _HERE = "adaptive_batching._torchtune.cli.dry_run"  # which runs as a program
 _FILE = "model.safetensors"
-# Key of a checkpointer -> that of its model, the first of these that a config has
-_LOADED = {
-    "checkpointer": ("model", "policy_model"), "ref_checkpointer": ("model",),
-    "teacher_checkpointer": ("teacher_model",), "ref_policy_checkpointer": ("policy_model",),
-    "value_checkpointer": ("reward_and_value_model",), "reward_checkpointer": ("reward_and_value_model",),
-}  # fmt: skip
-RECIPES = (*PLANNED, "ppo_full_finetune_single_device")
 
 
 class Tokenizer:
@@ -94,7 +88,8 @@ def main(
     path = Path(config) if Path(config).is_file() else config_files()[config]
     cfg = read_config(path, overrides)
     check_kinds(cfg)
-    if "model" not in cfg and "policy_model" not in cfg:
+    loads = mixin_of(recipe).loads  # of stock's recipe, nothing is imported before its ranks are replaced
+    if next(iter(loads.values())) not in cfg:
         raise ConfigError(f"{config} has no model; is it a config of a recipe?")
     OmegaConf.set_struct(cfg, False)
     lengths = None
@@ -111,7 +106,7 @@ def main(
     reported = {"length": int(length), "samples": lengths and len(lengths), "tokens": lengths and sum(lengths)}
     (folder / REPORTED).write_text(json.dumps(reported))
     stand_in(cfg, recipe, int(length), folder, samples)
-    load_zeros(cfg, folder / "weights")
+    load_zeros(cfg, loads, folder / "weights")
     file = folder / "config.yaml"
     OmegaConf.save(cfg, file)
     launched = []
@@ -209,12 +204,14 @@ def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: i
     cfg.pop("profiler", None)
 
 
-def load_zeros(cfg: DictConfig, folder: Path) -> None:
-    """Have the checkpointers of a config load zeros, in torchtune's own format; write them where they are not there."""
-    for key, models in _LOADED.items():
+def load_zeros(cfg: DictConfig, loads: Mapping[str, str], folder: Path) -> None:
+    """Have the checkpointers of a config load zeros, in torchtune's own format; write them where they are not there.
+
+    ``loads`` is that of the recipe's class.
+    """
+    for key, model in loads.items():
         if key not in cfg:
             continue
-        model = next(key for key in models if key in cfg)
         at = folder / model
         if not (at / _FILE).exists():
             module = _on_paper(cfg[model])

@@ -28,7 +28,6 @@ from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._mistakes import Mistake, end
 from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.names import config_on_command_line
-from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.train.growing import resolve_increase
@@ -181,8 +180,6 @@ def check_settings(cfg: DictConfig, name: str | None) -> None:
     if name is not None:
         read_settings(cfg, warns=False, is_distributed=name.endswith("_distributed"))
     _check_training(cfg, None if name is None else recipe(name))
-    if name == "ppo_full_finetune_single_device":
-        check_ppo_settings(cfg)
 
 
 def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
@@ -190,6 +187,8 @@ def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
     check_components(cfg)
     increase = resolve_increase(read_settings(cfg, warns=False))
     check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+    if recipe_class is not None:
+        recipe_class.check_settings(cfg)
 
 
 def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:

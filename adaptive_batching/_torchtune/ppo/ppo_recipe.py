@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.ppo.ppo_run import PPORun
 from adaptive_batching._torchtune.ppo.ppo_settings import check_ppo_settings
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, run_of
+from adaptive_batching._torchtune.ppo.value_model import take_value_model_of
 from adaptive_batching._torchtune.stock import checkpoints
 from adaptive_batching._torchtune.stock.loading import replaced_in
 from adaptive_batching._torchtune.train.recipe import AdaptiveBatching, unless_off
@@ -32,11 +34,15 @@ class AdaptivePPO(AdaptiveBatching):
     _steps_run: int
     _value_checkpointer: Any
 
-    validates = False
+    validates = takes_objective = False
+    check_settings = staticmethod(check_ppo_settings)
+    loads: Mapping[str, str] = {
+        "checkpointer": "policy_model", "ref_policy_checkpointer": "policy_model",
+        "value_checkpointer": "reward_and_value_model", "reward_checkpointer": "reward_and_value_model",
+    }  # fmt: skip
     _batches_of_a_step = 1  # gradients are accumulated within a batch
 
     def __init__(self, cfg: DictConfig) -> None:
-        check_ppo_settings(cfg)
         super().__init__(cfg)
         self._value_checkpoints = Path(cfg.value_checkpointer.output_dir)
 
@@ -55,6 +61,11 @@ class AdaptivePPO(AdaptiveBatching):
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         return float(self._host.optimizers[0].param_groups[0]["lr"])
+
+    @unless_off  # stock has a method of that name, with other arguments
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Hand metrics to stock's logger."""
+        super().log_metrics(metrics, step)
 
     def log_rollout(self, added: dict[str, float], *of_stock: Any) -> None:
         """Log what stock logs of a rollout, which takes ``of_stock``, and ``added``."""
@@ -87,10 +98,13 @@ class AdaptivePPO(AdaptiveBatching):
             [(args, kwargs)] = waiting
             save(*args, **kwargs)
 
+    def _check_that_epochs_are_left(self) -> None:
+        """Do nothing: ``num_steps`` ends the run, and where it is resumed the epochs of the first one hold."""
+
     @unless_off
     def _setup_checkpointers(
         self, policy: DictConfig, ref_policy: DictConfig, value: DictConfig, reward: DictConfig
     ) -> Any:
         if self._resume_from_checkpoint:
-            checkpoints.take_value_model_of(policy, value)
+            take_value_model_of(policy, value)
         return super()._setup_checkpointers(policy, ref_policy, value, reward)  # type: ignore[misc]

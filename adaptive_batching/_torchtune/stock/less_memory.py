@@ -29,5 +29,5 @@ def remedy(host: Host) -> str:
     otherwise = "a model with quantized weights, as in QLoRA" if "lora" in ways else "a smaller model"
     setting = unused[0][1] if unused else otherwise
     if not ways:
-        return setting  # PPO, which `plan` does not know
+        return setting  # there are none for `plan` to try
     return f"{setting}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -101,8 +101,19 @@ class AdaptiveBatching:
     validates = True
     """True if the loss is a mean over target tokens, which a validation computes."""
 
+    takes_objective = True
+    """False for a recipe whose loss is no objective's, so that there is none to replace."""
+
+    loads: Mapping[str, str] = {
+        "checkpointer": "model", "ref_checkpointer": "model", "teacher_checkpointer": "teacher_model",
+    }  # fmt: skip
+    """Key of a checkpointer in a config -> that of the model whose weights it loads; first that which is trained."""
+
     prepare: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
     """Called with the config before the recipe is launched."""
+
+    check_settings: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
+    """Called with the config before anything is loaded, and by ``validate``; refuses what it asks for in vain."""
 
     _batches_of_a_step: int | None = None
     """Batches of the loader that an optimizer step takes, at least; None for as many as stock accumulates."""
@@ -122,6 +133,7 @@ class AdaptiveBatching:
                 )
 
     def __init__(self, cfg: DictConfig) -> None:
+        type(self).check_settings(cfg)
         has_own_objective = type(self).make_objective not in OF_STOCK
         self._settings = read_settings(cfg, is_on=has_own_objective)
         self._increase = resolve_increase(self._settings)
@@ -197,7 +209,6 @@ class AdaptiveBatching:
         """Return the learning rate that stock would log."""
         return float(get_lr(hosts.learning_rate_holder(self)))
 
-    @unless_off  # PPO has a method of that name in stock
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Hand metrics to stock's logger; a full disk there ends no training."""
         try:
@@ -271,13 +282,15 @@ class AdaptiveBatching:
     @unless_off
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
-        epochs = getattr(self, "total_epochs", None)  # in PPO those of the run that is resumed hold
-        if epochs is not None and self.epochs_run >= epochs:
-            raise ConfigError(
-                f"epochs={epochs} leaves nothing to train: the run being resumed has finished {self.epochs_run}. "
-                f"Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
-            )
+        self._check_that_epochs_are_left()
         self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
+
+    def _check_that_epochs_are_left(self) -> None:
+        if self.epochs_run >= self.total_epochs:
+            raise ConfigError(
+                f"epochs={self.total_epochs} leaves nothing to train: the run being resumed has finished "
+                f"{self.epochs_run}. Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
+            )
 
     @unless_off
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
