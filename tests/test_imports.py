@@ -54,6 +54,7 @@ PURE = {
         "step/": "failed_part split forward_times limits row_size share",
         "probe/": "search sizes sizing",
         "report/": "about events facts page record sections summary",
+        "torchtune/ppo/": "parts_of_batch",
         "transformers/": "arguments step_plan",
     }.items()
     for name in names.split()

@@ -236,7 +236,7 @@ class BatchSizeSchedule:
         trial, planned = self._trial(), []
         resumed = self._number if self.seen_in_epoch else None
         for number in itertools.count(first_epoch):
-            if number != resumed and trial._ends_before(number):
+            if number != resumed and trial.ends_before(number):
                 break
             planned.append(trial._plan_epoch(number, is_resumed=number == resumed))
         return planned
@@ -250,12 +250,12 @@ class BatchSizeSchedule:
         trial = self._trial()
         left = trial._plan_epoch(self._number, is_resumed=True).steps - self.steps_in_epoch
         for number in itertools.count(self._number + 1):
-            if trial._ends_before(number):
+            if trial.ends_before(number):
                 break
             left += trial._plan_epoch(number).steps
         return left
 
-    def _ends_before(self, number: int) -> bool:
+    def ends_before(self, number: int) -> bool:
         """Return True if the run has no epoch of that number."""
         return self.run_is_over if self.shape.run_samples is not None else number >= self.shape.epochs
 

@@ -52,19 +52,10 @@ class FixedAccumulation:
         """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
         return self.allowed(samples // self.batches)
 
-
-@dataclass(frozen=True)
-class InParts(FixedAccumulation):
-    """Every optimizer step takes ``batches`` batches, each a multiple of ``parts``."""
-
-    parts: int = 1
-
     @property
-    def least(self) -> int:
-        return self.parts
-
-    def allowed(self, batch_size: int) -> int:
-        return batch_size // self.parts * self.parts
+    def why_not(self) -> str:
+        """Why a size is not possible, in words that follow it; empty where all are from :attr:`least` on."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +81,10 @@ class KeepGlobal:
 
     def room(self, samples: int) -> int | None:
         return None
+
+    @property
+    def why_not(self) -> str:
+        return f"does not divide the global batch {self.samples}"
 
 
 Accumulation = FixedAccumulation | KeepGlobal
@@ -171,10 +166,8 @@ class BatchController:
         note = warning = ""
         if asked != previous + increase:
             note = f" (asked for {increase}; {asked} is the smallest)"
-        elif isinstance(self.accumulation, KeepGlobal) and wanted != asked:
-            note = f" (asked for {increase}: {asked} does not divide the global batch {self.accumulation.samples})"
-        elif isinstance(self.accumulation, InParts) and wanted != asked:
-            note = f" (asked for {increase}: {asked} is no multiple of the {self.accumulation.parts} parts of a batch)"
+        elif wanted != asked:
+            note = f" (asked for {increase}: {asked} {self.accumulation.why_not})"
         if wanted == previous:
             reason, warning = f"kept{note}", note.strip()
         elif wanted > self.maximum:

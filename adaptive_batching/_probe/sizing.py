@@ -13,8 +13,7 @@ Invariants, each held by ``tests/probe/test_sizing.py`` for every combination of
 
 - Nothing is probed that the run makes no use of, and no answer is made use of unless it was asked for.
 - No batch and no forward is larger than the settings and the data allow, nor a forward larger than the probe's answer.
-- A batch that runs in equal parts is a multiple of them, and with ``keep_global_batch`` a step has the samples that
-  were configured.
+- With ``keep_global_batch`` a step has the samples that were configured.
 - A larger answer never makes a batch, its bound or a forward smaller.
 """
 
@@ -23,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.controller import Accumulation, InParts, KeepGlobal
+from adaptive_batching._growth.controller import Accumulation, FixedAccumulation, KeepGlobal
 from adaptive_batching._probe.sizes import rounded_down
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize, Whole
 
@@ -78,7 +77,7 @@ class Sizing:
     """True if something has to be measured."""
 
     request: ProbeRequest
-    """The request to the probe, for one of the equal parts of a batch. Its upper bound holds without a probe, too."""
+    """The request to the probe. Its upper bound holds without a probe, too."""
 
     bounds_batch: bool
     """True if no batch may be larger than the answer."""
@@ -92,14 +91,8 @@ class Sizing:
     settings: AdaptiveBatchingConfig
     batch_size: int  # as configured
     accumulation: Accumulation
-    equal_parts: int = 1  # of a batch, each of which has a backward pass of its own
     keeps_batches: bool = False
     """True if with ``keep_global_batch`` it is not the batch that becomes larger, but its forwards."""
-
-    @property
-    def upper(self) -> int:
-        """The most samples of a batch, whatever memory there is."""
-        return self.request.upper * self.equal_parts
 
     @property
     def unprobed(self) -> Sizes:
@@ -122,7 +115,7 @@ class Sizing:
         return self._sizes(maximum, bound, size, largest if self.bounds_forwards else None)
 
     def _sizes(self, maximum: int, reason: str, size: MicroBatchSize, fits: int | None = None) -> Sizes:
-        settings, batch_size, maximum = self.settings, self.batch_size, maximum * self.equal_parts
+        settings, batch_size = self.settings, self.batch_size
         if settings.use_maximum_batch_size and not settings.grows:
             if self.keeps_batches and isinstance(self.accumulation, KeepGlobal):
                 size = Fixed(self.accumulation.allowed(maximum))
@@ -137,8 +130,7 @@ class Sizing:
 
 def size_up(
     settings: AdaptiveBatchingConfig, *, batch_size: int, accumulation: int, samples: int,
-    run_samples: int | None = None, equal_parts: int = 1, holds_gradients: bool = False, keeps_rest: bool = False,
-    plans_first: bool = False, keeps_batches: bool = False,
+    keeps_rest: bool = False, plans_first: bool = False, keeps_batches: bool = False,
 ) -> Sizing:  # fmt: skip
     """Decide what to ask of a probe, if anything, and what its answer means.
 
@@ -147,9 +139,6 @@ def size_up(
         batch_size: As configured, on a device.
         accumulation: Batches of an optimizer step, as configured.
         samples: Of the data, for each replica.
-        run_samples: After which the run ends, be it within an epoch; None for no such number.
-        equal_parts: Of a batch, each of which has a backward pass of its own, and is what is probed.
-        holds_gradients: True if a forward runs while gradients are held for another reason than those of the settings.
         keeps_rest: True if the last step of an epoch has the samples that are left, be they fewer than a batch.
         plans_first: True if batches are planned before forwards are probed, which the largest step bounds; see
             :meth:`Sizing.of_forwards`.
@@ -169,18 +158,15 @@ def size_up(
     if settings.keep_global_batch:
         upper, reason = window, "the global batch, which is kept"
     upper, reason = within(settings, upper, reason)
-    if run_samples is not None and run_samples < upper:
-        upper, reason = run_samples, f"the {run_samples} samples of the run"
     if not (settings.resizes or plans_first):
         upper, reason = window, OF_A_STEP  # a forward could take no more
-    upper //= equal_parts
 
-    include = min(batch_size // equal_parts, upper) if bounds_batch or grows else None
+    include = min(batch_size, upper) if bounds_batch or grows else None
     rounds = settings.round_to_power_of_two and not bounds_forwards  # what a forward may take is no size to round
     request = ProbeRequest(
         upper, reason, include, rounds,
         coarse=bounds_forwards,
-        in_parts=splits or accumulation > 1 or holds_gradients,
+        in_parts=splits or accumulation > 1,
         may_stop_early=isinstance(size, ByLength) and not settings.use_maximum_batch_size,
     )  # fmt: skip
     if keeps_rest:
@@ -194,8 +180,7 @@ def size_up(
         splits=splits,
         settings=settings,
         batch_size=batch_size,
-        accumulation=kept or InParts(accumulation, equal_parts),
-        equal_parts=equal_parts,
+        accumulation=kept or FixedAccumulation(accumulation),
         keeps_batches=keeps_batches,
     )
 

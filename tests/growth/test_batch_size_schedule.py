@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from adaptive_batching import growth, plan_batch_sizes
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
-from adaptive_batching._growth.controller import BatchController, FixedAccumulation, InParts, KeepGlobal
+from adaptive_batching._growth.controller import BatchController, FixedAccumulation, KeepGlobal
 from adaptive_batching._growth.increase import IncreaseFunction, IncreaseFunctionError
 from adaptive_batching._growth.schedules import fixed_increase, replace_lr_decay, step
+from adaptive_batching._torchtune.ppo.parts_of_batch import InParts
 from tests.support.examples import STATE
 
 

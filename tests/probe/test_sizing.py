@@ -16,6 +16,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.controller import KeepGlobal
 from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.sizing import Sizes, Sizing, size_up
+from adaptive_batching._torchtune.ppo.parts_of_batch import sizes_of_batch, sizing_of_part
 from adaptive_batching._transformers.arguments import AdaptiveArguments
 from adaptive_batching._values import ConfigError, Fixed
 
@@ -54,31 +55,36 @@ def sizing_of(words: str) -> Sizing | None:
         return None
     if not settings.enabled:
         return None
-    return size_up(
+    sizing = size_up(
         settings,
         batch_size=BATCH,
         accumulation=3 if "x3" in rest else 1,
         samples=3 if "few" in rest else SAMPLES,
-        run_samples=10 if "of=10" in rest else None,
-        equal_parts=2 if host == "ppo" else 1,
-        holds_gradients="held" in rest,
         **dict.fromkeys(("keeps_rest", "plans_first", "keeps_batches"), host == "trainer"),
     )
+    if host == "ppo" or {"held", "of=10"} & {*rest}:
+        run_samples = 10 if "of=10" in rest else SAMPLES
+        return sizing_of_part(sizing, parts_of(words), run_samples=run_samples, holds_gradients="held" in rest)
+    return sizing
+
+
+def parts_of(words: str) -> int:
+    """Return the equal parts of a batch that each have a backward pass."""
+    return 2 if words.startswith("ppo") else 1
 
 
 SECTION = ("keep_global_batch", "grow_beyond_memory", "max_batch_size", "round_to_power_of_two")
 KNOWN = {" ".join(words.split()): each for words in combinations() if (each := sizing_of(words)) is not None}
 
 
-def answers(known: Sizing) -> dict[int | None, Sizes]:
+def answers(words: str, known: Sizing) -> dict[int | None, Sizes]:
     """Return what becomes of each size that the probe can find, by that size; None without a probe."""
-    request = known.request
+    request, parts = known.request, parts_of(words)
     if not known.probes:
-        return {None: known.unprobed}
+        return {None: sizes_of_batch(known.unprobed, parts)}
     sizes = candidate_sizes(max(request.upper, 1), powers_of_two=request.rounds, include=request.include)
-    return {
-        size: known.sizes_from_probe(size, request.upper_reason if size == sizes[-1] else "memory") for size in sizes
-    }
+    bounds = {size: request.upper_reason if size == sizes[-1] else "memory" for size in sizes}
+    return {size: sizes_of_batch(known.sizes_from_probe(size, bound), parts) for size, bound in bounds.items()}
 
 
 def asked_of(known: Sizing) -> Sizing:
@@ -101,7 +107,7 @@ def line_of(words: str, known: Sizing) -> str:
         }.items()
     )  # fmt: skip
     include = "" if request.include is None else f"+{request.include}"
-    found, told = answers(known), []
+    found, told = answers(words, known), []
     for size in (None, 1, 6, max(known.request.upper, 1)):
         if size in found:
             sizes = found[size]
@@ -132,27 +138,27 @@ def test_nothing_is_probed_that_is_of_no_use_and_no_answer_is_used_that_was_not_
     for words, known in KNOWN.items():
         if not words.startswith(host) or known.request.upper < 2:
             continue
-        matters = len({*answers(known).values()}) > 1
+        matters = len({*answers(words, known).values()}) > 1
         assert matters == known.probes, words
 
 
 def test_sizes_stay_within_their_bounds_come_out_even_and_grow_with_the_answer() -> None:
     for words, known in KNOWN.items():
-        settings, before = known.settings, None
-        for found, sizes in answers(known).items():
+        settings, before, parts = known.settings, None, parts_of(words)
+        for found, sizes in answers(words, known).items():
             size = sizes.micro_batch_size
             if settings.grows or settings.use_maximum_batch_size:
-                assert sizes.maximum <= max(known.upper, 1), words
+                assert sizes.maximum <= max(known.request.upper * parts, 1), words
             assert sizes.fits in (None, found), words
             if found is not None and known.bounds_batch:
-                assert sizes.maximum <= found * known.equal_parts, words
+                assert sizes.maximum <= found * parts, words
             if found is not None and isinstance(size, Fixed):
                 assert size.samples <= found, words
                 even = sizes.maximum if not known.keeps_batches else known.accumulation.window(1)
                 assert settings.grows or even % size.samples == 0, words
             if isinstance(known.accumulation, KeepGlobal) and settings.use_maximum_batch_size and not settings.grows:
                 assert known.accumulation.samples % sizes.batch_size == 0, words
-            assert sizes.maximum % known.equal_parts == 0, words
+            assert sizes.maximum % parts == 0, words
             if before is not None:
                 assert before.batch_size <= sizes.batch_size and before.maximum <= sizes.maximum, words
                 assert in_forward(before) <= in_forward(sizes), words

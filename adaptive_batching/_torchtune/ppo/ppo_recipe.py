@@ -47,9 +47,9 @@ class AdaptivePPO(AdaptiveBatching):
         self._value_checkpoints = Path(cfg.value_checkpointer.output_dir)
 
     def _make_plan(self, cfg: DictConfig, report: Report) -> None:
-        stock = StockPPO(self, cfg.ppo_batch_size)
+        stock = StockPPO(self, cfg.ppo_batch_size, int(cfg.num_steps))
         self._host = host_of(self, stock, Trajectories(stock), self.ranks, self._backward_optimizers)
-        stock_run = run_of(self, int(cfg.num_steps), self.learning_rate())
+        stock_run = run_of(self, stock.num_samples, self.learning_rate())
         run = PPORun(stock, self._host, stock_run, self._settings, self._increase, report, self._stored)
         run.make_plan(self._cache_inputs(cfg))
         self._planned_run = run

@@ -18,19 +18,20 @@ from adaptive_batching._memory.unused_memory import release_cached_memory
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.probed_step import TrainingStep
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.sizing import ProbeRequest, Sizing, size_up
+from adaptive_batching._probe.sizing import ProbeRequest, Sizing
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.runner import StepRunner
+from adaptive_batching._torchtune.ppo.parts_of_batch import InParts, sizes_of_batch, sizing_of_part
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.ppo.rollouts import Rollout, RolloutWork
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, longest
 from adaptive_batching._torchtune.stock import compiling
 from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.stock.objective import worst_case_sample
-from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller
-from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe
+from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller, shape_of
+from adaptive_batching._torchtune.train.probing import CacheInputs, Probe, Probed, cached_probe, sizing_of
 from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter, TrainingWork
 from adaptive_batching._torchtune.train.run import (
     TrainingRun,
@@ -76,9 +77,9 @@ class PPORun:
         report, stored, split_policy = self._report, self._stored, self.split_policy
         before_memory_is_short(host, settings)
         # What is probed are backward passes: a batch has as many of equal size as configured.
-        sizing = size_up(
-            settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank,
-            run_samples=run.samples, equal_parts=stock.parts, holds_gradients=stock.backwards > 1,
+        sizing = sizing_of_part(
+            sizing_of(host, run, settings), stock.parts, run_samples=stock.num_samples,
+            holds_gradients=stock.backwards > 1,
         )  # fmt: skip
         check_that_splitting_is_exact(sizing, self._batch_dependent)
         compiling.prepare(host, sizes_vary=settings.grows or sizing.bounds_forwards)
@@ -86,9 +87,10 @@ class PPORun:
         if sizing.probes:
             probed, self._rollout_rows = self._probe(sizing, cache_inputs, report)
         else:
-            probed = Probed(sizing.unprobed)
-            report.maximum(sizing.upper, sizing.request.upper_reason)
-        controller = make_controller(host, run, increase, sizing.accumulation, probed.sizes, stored)
+            probed = Probed(sizes_of_batch(sizing.unprobed, stock.parts))
+            report.maximum(sizing.request.upper * stock.parts, sizing.request.upper_reason)
+        accumulation = InParts(run.accumulation, stock.parts)
+        controller = make_controller(host, run, increase, accumulation, probed.sizes, stored)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             restore(stored, host, split_policy)
@@ -101,7 +103,8 @@ class PPORun:
         split_policy.limit.bound, split_policy.samples_at_longest = probed.capacity, probed.sizes.fits
         split_policy.size = size
 
-        growth = Growth(host, run, increase, controller, stored)
+        shape = replace(shape_of(host, run, settings), run_samples=stock.num_samples)
+        growth = Growth(host, run, increase, controller, shape, stored)
         self.training = TrainingRun(host, run, settings, probed, split_policy, growth)
         self.training.report_plan(report)
 
@@ -129,7 +132,7 @@ class PPORun:
 
         log.info("probing backward passes, of prompts of %d tokens and %d generated", length, generated)
         # Is the batch as many backward passes of the size that is found as the config has in one?
-        follows, upper = sizing.bounds_batch, sizing.upper
+        follows, upper = sizing.bounds_batch, sizing.request.upper * parts
         worst = objective.at_worst(one, lambda rows: (rows * parts if follows else upper) * row_bytes)
         [sample] = worst.rows([0])
         probe = Probe(replace(host, objective=worst), run, sizing, cache_inputs, sample, report.directory)
@@ -139,6 +142,7 @@ class PPORun:
         length_of_rows = len(worst.tokens(sample))
         report.probe(of_probe.result, sequence_length=length_of_rows, of="in a backward pass", waited=waited)
         probed = probe.probed(of_probe)
+        probed = replace(probed, sizes=sizes_of_batch(probed.sizes, parts))
 
         log.info("probing rollouts of these lengths")
         most_rows = probed.sizes.maximum if follows else upper

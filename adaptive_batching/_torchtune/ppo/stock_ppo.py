@@ -42,8 +42,9 @@ class PolicyAndValue(nn.Module):
 class StockPPO:
     """Stock's methods of a recipe that has been set up, run on any part of a batch. Sizes are in trajectories."""
 
-    def __init__(self, recipe: Any, ppo_batch_size: int) -> None:
+    def __init__(self, recipe: Any, ppo_batch_size: int, num_samples: int) -> None:
         self.recipe = recipe
+        self.num_samples = num_samples  # after which the run ends, be it within an epoch or after more than stock's
         self.model = PolicyAndValue(recipe._policy_model, recipe._value_model)
         self.loss = recipe._loss_fn
         self.rng: torch.Generator = recipe._rng
@@ -283,5 +284,4 @@ def run_of(recipe: Any, num_samples: int, learning_rate: float) -> StockRun:
         log_every=recipe._log_every_n_steps,
         profiler=recipe._profiler,
         memory_history=history,
-        samples=num_samples,
     )

@@ -148,7 +148,6 @@ class StockRun:
     profiler: Any = None
     profiles_steps: bool = False  # a step of the profiler is an optimizer step rather than a batch
     memory_history: MemoryHistory | None = None
-    samples: int | None = None  # after which the run ends, be it within an epoch or after more than ``epochs``
 
     @property
     def window(self) -> int:

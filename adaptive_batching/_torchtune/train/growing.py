@@ -98,10 +98,9 @@ def what_keeps_global_batch(accumulation: int) -> str:
     return "micro_batch_size=auto use_maximum_batch_size=False"
 
 
-def _batch_schedule_of(
-    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController
-) -> BatchSizeSchedule:
-    shape = RunShape(
+def shape_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> RunShape:
+    """Return the shape of a run that ends with its last epoch."""
+    return RunShape(
         epochs=run.epochs,
         samples=host.samples_per_rank,
         replicas=host.num_replicas,
@@ -109,8 +108,12 @@ def _batch_schedule_of(
         decisions=settings.decisions_per_epoch,
         reference_steps=run.steps_per_epoch,
         reference_samples=run.window,
-        run_samples=run.samples,
     )
+
+
+def _batch_schedule_of(
+    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController, shape: RunShape
+) -> BatchSizeSchedule:
     rule, optimizer, at_most = settings.lr_scaling, host.optimizers[0], settings.max_lr_scale
     return BatchSizeSchedule(
         controller,
@@ -140,10 +143,11 @@ class Growth:
         run: StockRun,
         increase: Increase,
         controller: BatchController,
+        shape: RunShape,
         stored: Mapping[str, Any],
     ) -> None:
         self._host = host
-        self.batch_schedule = _batch_schedule_of(host, run, increase.settings, controller)
+        self.batch_schedule = _batch_schedule_of(host, run, increase.settings, controller, shape)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
         stored = stored.get("growth", {})
         self._losses: list[float] = list(stored.get("losses", []))

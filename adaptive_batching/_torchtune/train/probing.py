@@ -159,16 +159,13 @@ class Probe:
 
 def sizing_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> Sizing:
     """Return what the settings ask of a probe in a run that stock has laid out."""
-    return size_up(
-        settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank,
-        run_samples=run.samples,
-    )  # fmt: skip
+    return size_up(settings, batch_size=run.batch_size, accumulation=run.accumulation, samples=host.samples_per_rank)
 
 
 def find_maximum(host: Host, run: StockRun, sizing: Sizing, cache_inputs: CacheInputs, report: Report) -> Probed:
     """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data."""
     if not sizing.probes:
-        report.maximum(sizing.upper, sizing.request.upper_reason)
+        report.maximum(sizing.request.upper, sizing.request.upper_reason)
         return Probed(sizing.unprobed)
     settings = sizing.settings
     sample = worst_case_sample(

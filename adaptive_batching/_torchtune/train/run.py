@@ -39,7 +39,7 @@ from adaptive_batching._torchtune.stock.host import Host, StockRun, TrainingHook
 from adaptive_batching._torchtune.stock.objective import Sums
 from adaptive_batching._torchtune.train.collectives import collectives_of
 from adaptive_batching._torchtune.train.exploring import explore_micro_batch_size
-from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller
+from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller, shape_of
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probed, find_maximum, sizing_of
 from adaptive_batching._torchtune.train.recipe_work import (
     MicroBatch,
@@ -118,7 +118,7 @@ class Run:
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, ByLength))
         split_policy.size = size
 
-        growth = Growth(host, run, increase, controller, stored)
+        growth = Growth(host, run, increase, controller, shape_of(host, run, settings), stored)
         self.training = TrainingRun(host, run, settings, probed, split_policy, growth)
         self.training.report_plan(report)
 
@@ -377,8 +377,7 @@ class TrainingRun:
             self._limit.enter_context(self.limited())
             yield
         # Outside of the limit, as nothing may come in the way of a checkpoint.
-        is_over = schedule.batch_schedule.run_is_over
-        is_last = number + 1 == self.run.epochs if self.run.samples is None else is_over
+        is_last = schedule.batch_schedule.ends_before(number + 1)
         self._note_progress(epochs_run=number + 1)
         if self._save_every is None or is_last or self._is_step_to_save:
             self._save(number, is_last=is_last)
