@@ -31,7 +31,7 @@ from adaptive_batching._report.events import (
 from adaptive_batching._report.facts import cost_of_growth, grows
 from adaptive_batching._report.page import finish_page, start_page, stop_page
 from adaptive_batching._report.summary import (
-    line_of_rollout,
+    Named,
     lines_of_probe,
     named,
     table_of_decisions,
@@ -110,10 +110,10 @@ class Report(Watcher):
         if grows(self._about.get("config") or {}) and (cost := cost_of_growth(result.to_dict())):
             self._found.append(("growth", cost))
 
-    def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
-        """Record the result of a probe of rollouts, after that of training steps."""
-        self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
-        self._found.append(line_of_rollout(result, prompt_length, generated))
+    def found(self, kind: str, line: Named, **values: Any) -> None:
+        """Record a result that a host has of its own, an event of ``kind``, which the summary has a ``line`` for."""
+        self._write(kind, **values)
+        self._found.append(line)
 
     def exploration(self, *, recommended: Event, estimates: Sequence[Event], noise: float) -> None:
         self._write("exploration", recommended=recommended, estimates=estimates, noise=noise)

@@ -39,11 +39,6 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
     return [*lines, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
 
 
-def line_of_rollout(result: ProbeResult, prompt_length: int, generated: int) -> Named:
-    peak = f"peak {memory_size(result.peak_bytes)} of {memory_size(result.budget_bytes)}"
-    return "most in a rollout", f"{result.batch_size}: {peak} at {prompt_length} + {generated} tokens"
-
-
 def table_of_plan(epochs: Sequence[PlannedEpoch]) -> list[str]:
     """Return a line for each epoch, under one that names the columns."""
     rows = [["epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr"]]

@@ -40,7 +40,7 @@ from adaptive_batching._torchtune.train.run import (
     restore,
 )
 from adaptive_batching._torchtune.train.training_step import batch_dependent_module
-from adaptive_batching._values import Explore
+from adaptive_batching._values import Explore, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,11 @@ class PPORun:
         most_rows = probed.sizes.maximum if follows else upper
         held_bytes = most_rows * row_bytes  # of the trajectories of the largest batch, which are held meanwhile
         rollout = self._probe_rollouts(length, most_rows, held_bytes, cache_inputs, report.directory)
-        report.rollout(rollout, prompt_length=length, generated=generated)
+        peak = f"peak {memory_size(rollout.peak_bytes)} of {memory_size(rollout.budget_bytes)}"
+        report.found(
+            "rollout", ("most in a rollout", f"{rollout.batch_size}: {peak} at {length} + {generated} tokens"),
+            prompt_length=length, generated=generated, **rollout.to_dict(),
+        )  # fmt: skip
         return probed, rollout.batch_size
 
     def _probe_rollouts(
