@@ -104,7 +104,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("run lora_finetune_single_device --config", ["--config <name or path> is missing"]),
     (f"run lora_finetune_single_device --confg {LORA}", ["--config <name or path> is missing"]),
     ("probe full_finetune_single_device", ["--config <name or path> is missing"]),
-    ("validate", ["required: config"]),
+    ("validate", ["required: config;"]),
     ("plan --gpu 4090", ["name a config", "'tune ls' lists", "--gpu 4090"]),
     ("ls", ["no command 'ls'"]),
     ("env all", ["unrecognized arguments: all"]),

@@ -168,7 +168,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
     parser = subparsers.add_parser("validate", prog=f"{prog} validate", help=text, description=text)
     parser.add_argument("config", help="name or path")
     parser.add_argument("--recipe", metavar="NAME", help="default: the one named in the config's comments")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the config")
 
     from adaptive_batching._torchtune.stock.on_paper import make_on_paper  # takes seconds
 
