@@ -134,6 +134,14 @@ def test_ppo_calls_the_room_that_trains_and_none_of_its_classes_is_called_back_f
     assert not overridden
 
 
+def test_ppo_is_known_to_the_list_of_recipes_and_the_public_module_alone() -> None:
+    room = "torchtune/ppo/"
+    outside = [path for path in MODULES if not name_of(path).startswith(room)]
+    callers = {name_of(path) for path in outside if any(name.startswith(room) for name in ours(path))}
+    naming = {name_of(path) for path in outside if "ppo_full_finetune" in path.read_text()}
+    assert callers == {"torchtune", "torchtune/recipe_classes"} and naming == {"torchtune/recipe_classes"}
+
+
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_what_decides_imports_no_torch(name: str) -> None:
     path = PACKAGE / f"_{name}.py"
