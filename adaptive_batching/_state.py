@@ -130,12 +130,12 @@ class State:
 
     def end(self, *, put_back: bool = False) -> None:
         """Forget what was saved; the step stands, unless it is ``put_back``."""
-        if self._saved is not None and self._saved.kept:
+        if self._saved is not None:
             self._large = {}
             for kept in self._saved.kept:
                 if kept.is_large:
                     self._large[id(kept.tensor)] = kept.tensor, kept.has_changed
-            if self._constant is None:
+            if self._constant is None and self._saved.kept:
                 small = [kept for kept in self._saved.kept if not kept.is_large and not kept.tensor.is_inference()]
                 # A normalization writes to its running mean without counting that in the tensor's version.
                 uncounted = {id(each) for one in self.modules if hasattr(one, "running_mean") for each in one.buffers()}

@@ -69,9 +69,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
         self._sharing = None
         if balances_ranks and parallel.ranks.size > 1 and length is not None:
             self._sharing = Sharing(parallel.ranks, model, waits=bool(parallel.roots))
-        self.last_number: tuple[torch.Tensor, int] | None = None
-        """The number of losses of the last step on all ranks, which is read when it is needed, and of its samples."""
-
+        self._last_number: tuple[torch.Tensor, int] | None = None  # of losses of the last step, and its samples
         self._timer: ForwardTimer[LossPart] = ForwardTimer(device_of(model), self._observe)
 
     @property
@@ -120,10 +118,14 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
     @property
     def _losses_per_sample(self) -> float:
         """The losses of a sample in the last step, as a power of two: what is divided by it keeps its bits."""
-        if self.last_number is None:
+        if self._last_number is None:
             return 1.0
-        mean = float(self.last_number[0]) / self.last_number[1]
+        mean = float(self._last_number[0]) / self._last_number[1]
         return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
+
+    def note_number(self, number: torch.Tensor) -> None:
+        """Take note of the number of losses of this step, on all ranks; it is read when it is needed."""
+        self._last_number = number, self._num_samples
 
     def _part(self, samples: list[Sample], divisor: float | None, weight: float | None = None) -> LossPart:
         tokens, longest = self.tokens_and_longest(samples)
@@ -148,15 +150,14 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
                 if not is_out_of_memory(error):
                     self._check_left_out(part.samples, error)
                 raise
-            total, number = run_forward(self._loss, self._model, batch, self.device)
+            total, number = run_forward(self._loss, self._model, batch)
             if part.is_filler:
                 total, number = 0 * total.nan_to_num(), 0 * number
             # A mean over nothing has a gradient that is not a number, and a constant has none. To know that there is
             # nothing waits for a device that counts. Where other ranks wait for this backward pass, it has to run.
             if not self._parallel.roots and (part.is_filler or not number):
                 return torch.zeros_like(total), number
-            divisor = number + (number == 0) if part.divisor is None else part.divisor  # 1 for no losses
-            self._backward(total / divisor)
+            self._backward(total / (nonzero(number) if part.divisor is None else part.divisor))
         return total.detach(), number
 
     def _observe(self, part: LossPart, seconds: float) -> None:
@@ -192,3 +193,8 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     def batch_dependent_module(self) -> str | None:
         return find_batch_norm(self._model)
+
+
+def nonzero(number: torch.Tensor) -> torch.Tensor:
+    """Return ``number``, and 1 for 0."""
+    return number + (number == 0)

@@ -165,12 +165,14 @@ def _summed(
     return torch.where(has_any, mean * number, 0 * mean.nan_to_num()), number
 
 
-def run_forward(loss: Loss, model: nn.Module, batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the losses of ``batch`` and their number, both scalars.
 
-    The sum is on ``device``, that of the model. A number that is known on the host stays there: no copy of it waits.
+    The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
     """
     from torch.utils._pytree import tree_map
+
+    device = device_of(model)
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._loop.loss_work import LossWork
+from adaptive_batching._loop.loss_work import LossWork, nonzero
 from adaptive_batching._loop.samples import (
     Loss,
     Sample,
@@ -200,24 +200,20 @@ class AdaptiveStep(Generic[Sample]):
                 self._check_scale_of(backward, may_scale=may_scale)
             if parallel.roots:
                 end_forward(parallel.roots)  # of an evaluation, which leaves parameters gathered
-            if parallel.ranks.size == 1:
-                checked = self._checked(samples)
-                num_samples, filler = len(checked), checked[:1]
-            else:
-                checked, num_samples, filler = self._checked_on_all(samples)
+            checked, num_samples, shortest = self._checked_on_all(samples)
             if not num_samples:
                 raise ConfigError("samples is empty; a step needs at least one")
-            self._work.start_step(checked, filler[0], num_samples, backward)
+            self._work.start_step(checked, shortest[0], num_samples, backward)
             if parallel.ranks.size > 1 or parallel.roots:
-                self._look_at_communication(filler * 2)
+                self._look_at_communication(shortest * 2)
             parts, results = zip(*self._runner.step(checked), strict=True)
         losses, numbers = zip(*results, strict=True)
         total: torch.Tensor = torch.stack(losses).sum()
         number: torch.Tensor = reduce(operator.add, numbers)
         if parallel.ranks.size > 1:
             total, number = sums_over_ranks([total, number], total.device)
-        number = number + (number == 0)  # 1 for no losses
-        self._work.last_number = number, num_samples
+        number = nonzero(number)
+        self._work.note_number(number)
         if parts[0].divisor is not None:  # the same for all parts and ranks
             parallel.sum_gradients(parts[0].divisor / number.item())
         trained = [parameter for parameter in self._work.parameters() if parameter.requires_grad]
@@ -307,7 +303,7 @@ class AdaptiveStep(Generic[Sample]):
             self._look_at_communication([sample] * (1 if self._parallel.roots else 2))
 
         def of_batch(batch: Any) -> None:
-            total, number = run_forward(self._loss, self._model, batch, device)
+            total, number = run_forward(self._loss, self._model, batch)
             (total / number).backward()  # type: ignore[no-untyped-call]
 
         def run(batch: Any) -> None:
@@ -329,7 +325,10 @@ class AdaptiveStep(Generic[Sample]):
     def _checked_on_all(self, samples: Sequence[Sample]) -> tuple[list[Sample], int, list[Sample]]:
         """Return the samples of this rank, the number on all ranks, and one that may fill up, if there is any."""
         ranks, work = self._parallel.ranks, self._work
-        checked: list[Sample] = []
+        if ranks.size == 1:
+            checked = self._checked(samples)
+            return checked, len(checked), checked[:1]
+        checked = []
         shortest: list[Sample] = []
 
         def check() -> tuple[int, bool]:
@@ -366,7 +365,7 @@ class AdaptiveStep(Generic[Sample]):
             batches = list[Any]()  # which all ranks have to have
 
             def forward_backward() -> None:
-                run_forward(self._loss, self._model, batches[0], device)[0].backward()  # type: ignore[no-untyped-call]
+                run_forward(self._loss, self._model, batches[0])[0].backward()  # type: ignore[no-untyped-call]
 
             with rehearsal(self._work.state, device, self._work.parameters()):
                 parallel.ranks.all_results(lambda: batches.append(collated(samples, self._collate)))
@@ -377,7 +376,7 @@ class AdaptiveStep(Generic[Sample]):
         def issued() -> int:
             with rehearsal(self._work.state, device), torch.no_grad():
                 before = num_collectives(device)
-                run_forward(self._loss, self._model, collated(samples, self._collate), device)
+                run_forward(self._loss, self._model, collated(samples, self._collate))
                 return num_collectives(device) - before
 
         if most := max(parallel.ranks.all_results(issued)):

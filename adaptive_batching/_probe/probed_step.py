@@ -28,8 +28,8 @@ class TrainingStep:
     run: Callable[[Any], None]
     """Runs forward, backward, gradient clipping and the optimizer step on a batch, and leaves no gradients behind."""
 
-    discard: Callable[[], None] | None = None
-    """Drops what an aborted step leaves behind, other than gradients; None if that is nothing."""
+    discard: Callable[[], None] = lambda: None
+    """Drops what an aborted step leaves behind, other than gradients."""
 
     updates: bool = True
     """False if :attr:`run` takes no optimizer step."""

@@ -75,8 +75,7 @@ class Trial:
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
             stack.callback(self._meter.release)
-            if self._step.discard is not None:
-                stack.callback(self._step.discard)
+            stack.callback(self._step.discard)
             stack.callback(RandomState(self._meter.device).put_back)
             # Those that a trial steps, if only to make their states.
             stepped = [one for one in self._step.optimizers if self._step.updates or not has_states(one)]
@@ -156,8 +155,7 @@ class Trial:
     def _clear(self, *, states: bool = False) -> None:
         for optimizer, parameter in self._made if states else ():
             optimizer.state.pop(parameter, None)
-        if self._step.discard is not None:
-            self._step.discard()  # first: of a unit that is still gathered, gradients are out of reach
+        self._step.discard()  # first: of a unit that is still gathered, gradients are out of reach
         self._drop_gradients()
         self._meter.release()
 

@@ -56,9 +56,10 @@ class Outcome(Generic[T]):
 class StepRunner(Generic[Samples, P, R]):
     """Runs the samples of a step in parts, and if one runs out of memory, all of them again, alike on every rank.
 
-    :meth:`step` runs an optimizer step; :meth:`run` runs what stands alone, such as a window of a validation. No sample
-    is lost and none counts twice: what a failed attempt has left in gradients is dropped, and random numbers and all
-    that forwards change are put back.
+    :meth:`step` runs all samples of a step, such as an optimizer step or a forward of an evaluation. Where a step has
+    several stages that stand once they have run, such as a rollout, each is a :meth:`run`, and :meth:`end_step` ends
+    it. No sample is lost and none counts twice: what a failed attempt has left in gradients is dropped, and random
+    numbers and all that forwards change are put back.
 
     If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
     samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half. Where
@@ -113,7 +114,7 @@ class StepRunner(Generic[Samples, P, R]):
     # The main path
 
     def step(self, samples: Samples) -> list[tuple[P, R]]:
-        """Run the samples of an optimizer step, as :meth:`run` does, and let the limit rise if it was a clean one."""
+        """Run the samples of a step, as :meth:`run` does, and let the limit rise if it was a clean one."""
         done = self.run(samples)
         self.end_step()
         return done
@@ -131,9 +132,9 @@ class StepRunner(Generic[Samples, P, R]):
         self._failures = 0
         if work.device is not None:
             self._starts.note(counted(work.device, BYTES_IN_USE))
-        random_state = None if state is None or work.device is None else RandomState(work.device)
         if state is not None:
-            state.save()  # last: what has begun stays where samples run again
+            state.save()
+        random_state = None if state is None or work.device is None else RandomState(work.device)
         done: list[tuple[P, R]] = []
         groups = iter(work.split(samples))
         while (parts := next(groups, None)) is not None:

@@ -293,11 +293,16 @@ class GeneratedRun:
             done = self._runner.step(batches)
             self._parallel.sum_gradients(1 / self.ranks.size)
             self.parts_of_step = [part for part, _ in done]
-            with torch.no_grad():
+            leaves_out = len(batches) > 1 and self._trainer.args.logging_nan_inf_filter  # each, as Trainer does
+            try:
                 for batch in batches:
                     # With the last of a step TRL adapts the coefficient of its entropy.
                     self._trainer.accelerator.sync_gradients = batch is batches[-1]
-                    loss = loss + self._loss_of_all(batch, done)
+                    with torch.no_grad():
+                        of_batch = self._loss_of_all(batch, done)
+                    loss = loss + (of_batch.where(of_batch.isfinite(), 0) if leaves_out else of_batch)
+            finally:
+                self._trainer.accelerator.sync_gradients = True
         return loss.detach().requires_grad_()  # of which Trainer's backward has nothing to compute
 
     def _loss_of_all(self, batch: PreparedBatch, done: Sequence[tuple[RowsPart, Any]]) -> torch.Tensor:
@@ -704,7 +709,6 @@ def without_other_ranks(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def uncounted(trainer: Any) -> Iterator[None]:
     """Let nothing stay of what a loss counts for logs, or adapts, as TRL's coefficient of the entropy."""
-    # What is rebound in a loss alone: a State, saved as a step begins, would put back TRL's count of batches, too.
     own = vars(trainer)
     before = dict(own)
     own["_metrics"] = {mode: collections.defaultdict(list) for mode in trainer._metrics}

@@ -32,8 +32,6 @@ class NeftuneNoise:
             batches: The batch that each part is of.
             pads: False if samples are laid end to end: the length of a batch is then that of all its samples.
         """
-        if not self._modules:
-            return [1.0] * len(lengths)
         of_batch = [[lengths[at] for at, other in enumerate(batches) if other == batch] for batch in batches]
         join = max if pads else math.fsum
         return [math.sqrt(length / join(others)) for length, others in zip(lengths, of_batch, strict=True)]

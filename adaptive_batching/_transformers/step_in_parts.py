@@ -319,7 +319,8 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         total = self._total(counts)  # a collate function that masks at random has other targets now
         noise = self._noise_of(to_run) if self.noise else [1.0] * len(to_run)
         runs: list[Callable[[], torch.Tensor]] = [
-            partial(self._run, each, total, len(to_run), factor) for each, factor in zip(to_run, noise, strict=True)
+            partial(self._run_part, each, total, len(to_run), factor)
+            for each, factor in zip(to_run, noise, strict=True)
         ]
         given = sum(len(part.samples) for part in weighted)
         if self._num_drawn is not None and self.kind.rows and sum(counts) != given:
@@ -382,7 +383,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         batches = [batch_of.get(id(each.part.samples[0]), -1) for each in to_run]
         return self.noise.factors(lengths, batches, pads=self.pads)
 
-    def _run(self, to_run: PartToRun, total: Any, num_parts: int, noise: float) -> torch.Tensor:
+    def _run_part(self, to_run: PartToRun, total: Any, num_parts: int, noise: float) -> torch.Tensor:
         with contextlib.ExitStack() as around:
             if self.noise:
                 around.enter_context(self.noise.times(noise))
@@ -430,8 +431,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
             padded += batch[name].numel() if name in batch else 0
             if (mask := batch.get("attention_mask")) is not None:
                 dimensions.add(mask.dim())
-                tokens += int(mask.sum())
-        # Masks of more dimensions say which tokens see each other.
+                tokens += int(mask.sum()) if mask.dim() == 2 else 0  # others say which tokens see each other
         inputs.note(name, tokens if dimensions == {2} else padded, padded, len(self._to_run))
 
     def failed(self, part: Part) -> FailedPart:

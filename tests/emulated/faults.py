@@ -185,10 +185,10 @@ class EachAllocationFails:
             loop._runner._discard()
             loop._start_window()
 
-        def window_of(loop: TrainingLoop) -> list[tuple[MicroBatch, Sums]]:
+        def window_of(loop: TrainingLoop, *arguments: Any) -> list[tuple[MicroBatch, Sums]]:
             done: list[tuple[MicroBatch, Sums]] = []
             self._start_step()
-            self._run(lambda: done.extend(run_window(loop)), lambda: drop(loop))
+            self._run(lambda: done.extend(run_window(loop, *arguments)), lambda: drop(loop))
             return done
 
         def finish(loop: TrainingLoop, epoch: int, progress: Any, done: list[tuple[MicroBatch, Sums]]) -> None:

@@ -168,9 +168,9 @@ def watched(before: Calls | None = None, before_update: Calls | None = None) -> 
     run_window, finish_step, found = TrainingLoop._run_window, TrainingLoop._finish_step, Watched()
     log = logging.getLogger("adaptive_batching")
 
-    def window_of(loop: TrainingLoop) -> Any:
+    def window_of(loop: TrainingLoop, *arguments: Any) -> Any:
         (before or {}).get(loop.training.global_step, lambda: None)()
-        return run_window(loop)
+        return run_window(loop, *arguments)
 
     def finish(loop: TrainingLoop, epoch: int, progress: Any, done: Any) -> None:
         found.samples += [index_of(sample) for batch in loop._window for sample in batch]

@@ -44,9 +44,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int | None]]:
     batches: list[list[int | None]] = []
     run_window = TrainingLoop._run_window
 
-    def noted(self: TrainingLoop) -> Any:
+    def noted(self: TrainingLoop, *arguments: Any) -> Any:
+        done = run_window(self, *arguments)
         batches.extend([index_of(sample) for sample in batch] for batch in self._window)
-        return run_window(self)
+        return done
 
     monkeypatch.setattr(TrainingLoop, "_run_window", noted)
     return batches

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from torchtune.datasets import SFTDataset
 
 from adaptive_batching import ConfigError
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
@@ -59,6 +61,23 @@ def test_with_recovery_alone_losses_and_weights_are_stocks(
     ours = tune_run(*common, "epochs=1", *RECOVER, name="ours", replaced=replaced)
     assert len(stock.metrics) >= 4 and without_sizes(ours.metrics) == stock.metrics
     assert_same_weights(ours.weights(epoch=0), stock.weights(epoch=0))
+
+
+def test_batches_of_a_step_are_read_between_forwards_as_stock_reads_them(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a data set draws, as to augment, and dropout does."""
+    read = SFTDataset.__getitem__
+
+    def drawing(self: SFTDataset, index: int) -> Any:
+        torch.rand(1)
+        return read(self, index)
+
+    monkeypatch.setattr(SFTDataset, "__getitem__", drawing)
+    common = ["lora", "gradient_accumulation_steps=3", DROPOUT, "epochs=1"]
+    stock = tune_run(*common, name="stock", stock=True)
+    ours = tune_run(*common, *RECOVER, name="ours")
+    assert len(stock.metrics) >= 4 and without_sizes(ours.metrics) == stock.metrics
 
 
 @pytest.fixture

@@ -74,9 +74,10 @@ def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkey
     seen: list[Any] = []
     run_window = TrainingLoop._run_window
 
-    def noted(self: TrainingLoop) -> Any:
+    def noted(self: TrainingLoop, *arguments: Any) -> Any:
+        done = run_window(self, *arguments)
         seen.extend(index_of(sample) for batch in self._window for sample in batch)
-        return run_window(self)
+        return done
 
     monkeypatch.setattr(TrainingLoop, "_run_window", noted)
     function = {"batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": 0.5}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -36,7 +37,7 @@ class PPOLoop:
         stock: StockPPO,
         rollout: Rollout,
         work: TrainingWork,
-        runner: StepRunner[list[list[Sample]], MicroBatch, Sums],
+        runner: StepRunner[Iterable[list[Sample]], MicroBatch, Sums],
     ) -> None:
         self.training = training
         self._host, self._schedule = training.host, training.schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -18,7 +18,7 @@ from torchtune import training, utils
 
 from adaptive_batching import _state
 from adaptive_batching._attention import SampleBounds
-from adaptive_batching._device import without_waiting
+from adaptive_batching._device import RandomState, without_waiting
 from adaptive_batching._memory.caching_allocator import RETRIES, counted
 from adaptive_batching._memory.out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
@@ -155,7 +155,28 @@ class RecipeWork(Work[Samples, MicroBatch, R]):
         )  # fmt: skip
 
 
-class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
+class BatchesAsTheyRun:
+    """The batches of a step, each read when those before it have been launched: the device computes meanwhile.
+
+    Batches that run again meet the random numbers that they met before, whatever reading them has drawn.
+    """
+
+    def __init__(self, batches: Iterator[list[Sample]], device: torch.device) -> None:
+        self.read: list[list[Sample]] = []
+        self._batches, self._device = batches, device
+        self._before: list[RandomState] = []  # each of them has run
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        for batch, random_state in zip(self.read, self._before, strict=True):
+            random_state.put_back()
+            yield batch
+        for batch in self._batches:
+            self.read.append(batch)
+            self._before.append(RandomState(self._device))
+            yield batch
+
+
+class TrainingWork(RecipeWork[Iterable[list[Sample]], Sums]):
     """Forward and backward of the batches of an optimizer step.
 
     With ``together`` the samples of all batches are sorted and split together.
@@ -170,7 +191,7 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
         together: bool = False,
     ) -> None:
         super().__init__(host, find_batch_dependent_module)
-        self.splitter, self.together, self.limit = splitter, together, splitter.limit
+        self.splitter, self._together, self.limit = splitter, together, splitter.limit
         self.rearranges = splitter.makes_rows
         self._last: list[Sample] = []  # batch that was split
 
@@ -180,11 +201,12 @@ class TrainingWork(RecipeWork[list[list[Sample]], Sums]):
             self._host.backward_optimizers.updated = False
         self.splitter.begin_step()
 
-    def split(self, samples: list[list[Sample]]) -> Iterator[list[MicroBatch]]:
-        """Yield the parts of batches: of all of them together, or of each by itself."""
-        self._last = samples[0]
-        if self.together:
-            yield self.splitter.split_together(samples)
+    def split(self, samples: Iterable[list[Sample]]) -> Iterator[list[MicroBatch]]:
+        """Yield the parts of batches: of all of them together, or of each by itself, before the next is read."""
+        if self._together:
+            window = list(samples)
+            self._last = window[0]
+            yield self.splitter.split_together(window)
         else:
             for self._last in samples:
                 yield self.splitter.split(self._last)
@@ -353,13 +375,14 @@ class Splitter:
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
     ) -> MicroBatch:
         sizes = self._sizes(samples)
-        tokens, longest = len(sizes) * max(sizes), max(sizes)
         if self.makes_rows:
             tokens, longest = sum(sizes), max(map(self._objective.size, samples))
+        else:
+            tokens, longest = padded_tokens(sizes), max(sizes)
         return MicroBatch(samples, tokens, weight, longest, num_tokens, self.makes_rows)
 
     def _weighted(self, lists: list[list[Sample]], weight_of_term: Fraction | None = None) -> list[MicroBatch | None]:
-        """Return the micro-batch of each part; None for one that has no terms.
+        """Return the micro-batch of each part; None for one that has no terms. If none has, the first has to run.
 
         All are parts of one batch, whose loss is weighted as in stock, unless there is a ``weight_of_term``.
         """

@@ -12,7 +12,7 @@ import json
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from adaptive_batching._torchtune.train.exploring import explore_micro_batch_siz
 from adaptive_batching._torchtune.train.growing import Growth, Increase, make_controller, shape_of
 from adaptive_batching._torchtune.train.probing import CacheInputs, Probed, find_maximum, sizing_of
 from adaptive_batching._torchtune.train.recipe_work import (
+    BatchesAsTheyRun,
     MicroBatch,
     SplitPolicy,
     Splitter,
@@ -177,7 +178,7 @@ class TrainingLoop:
         self,
         training: TrainingRun,
         work: TrainingWork,
-        runner: StepRunner[list[list[Sample]], MicroBatch, Sums],
+        runner: StepRunner[Iterable[list[Sample]], MicroBatch, Sums],
         validation: Validation | None,
     ) -> None:
         self.training = training
@@ -204,27 +205,45 @@ class TrainingLoop:
         self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         total, before = batch_schedule.steps_per_epoch, batch_schedule.steps_in_epoch
         with tqdm(total=total, initial=before, dynamic_ncols=True, **host.ranks.bar_options) as progress:
-            for index, batch in enumerate(self._schedule.batches()):
-                with self.training.recorded_memory(epoch, index):
-                    self._window.append(batch)
-                    if ends_window := len(self._window) == batch_schedule.accumulation:
-                        self._finish_step(epoch, progress, self._run_window())
-                if run.profiler is not None and (ends_window or not run.profiles_steps):  # as in stock
+            batches = enumerate(self._schedule.batches())
+            for index, first in batches:
+                in_step = itertools.chain([(index, first)], itertools.islice(batches, batch_schedule.accumulation - 1))
+                with contextlib.ExitStack() as recording:
+                    window = BatchesAsTheyRun(self._watched(epoch, in_step, recording), host.device)
+                    done = self._run_window(window, batch_schedule.accumulation * len(first))
+                    self._finish_step(epoch, progress, done)
+                if run.profiler is not None:
                     run.profiler.step()
                 if batch_schedule.epoch_is_over:
                     break
-                if ends_window and self.training.save_if_due(epoch):
+                if self.training.save_if_due(epoch):
                     self._window_start = time.perf_counter()
+
+    def _watched(
+        self, epoch: int, batches: Iterable[tuple[int, list[Sample]]], recording: contextlib.ExitStack
+    ) -> Iterator[list[Sample]]:
+        """Yield the batches of a step, each with its number in ``epoch``; profiled and recorded one by one, as stock's.
+
+        The last one ends with the step, as ``recording`` does.
+        """
+        for number, (index, batch) in enumerate(batches):
+            if number:
+                recording.close()
+                if self._run.profiler is not None and not self._run.profiles_steps:
+                    self._run.profiler.step()
+            recording.enter_context(self.training.recorded_memory(epoch, index))
+            yield batch
 
     def _start_window(self) -> None:
         self._window: list[list[Sample]] = []
         self._window_start = time.perf_counter()
 
-    def _run_window(self) -> list[tuple[MicroBatch, Sums]]:
-        """Leave the gradients of a step in the parameters."""
-        self._host.objective.begin_step(self.training.global_step, sum(map(len, self._window)))
+    def _run_window(self, window: BatchesAsTheyRun, samples: int) -> list[tuple[MicroBatch, Sums]]:
+        """Run forward and backward of a step of so many samples; return its parts, with their sums."""
+        self._window = window.read
+        self._host.objective.begin_step(self.training.global_step, samples)
         self._work.begin_step()
-        return self._runner.step(self._window)
+        return self._runner.step(window)
 
     def _finish_step(self, epoch: int, progress: Any, done: Sequence[tuple[MicroBatch, Sums]]) -> None:
         host, schedule, training = self._host, self._schedule, self.training
