@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host
-from adaptive_batching._torchtune.train.recipe_work import MicroBatch, SplitPolicy, Splitter, run_once, runs_of
+from adaptive_batching._torchtune.train.recipe_work import MicroBatch, SplitPolicy, Splitter, TrainingWork, run_once
 from adaptive_batching._torchtune.train.run import TrainingLoop
 from adaptive_batching._values import ByLength, Explore, Fixed, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
@@ -41,7 +41,7 @@ batches = st.lists(samples(), min_size=2, max_size=9).filter(
 def gradient(host: Host, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, float, int]:
     """The gradient of the summed loss, flat, that loss, and the number that both are divided by."""
     host.optimizers[0].zero_grad()
-    outcome = run_once(host, runs_of(host, micro_batches))
+    outcome = run_once(host, TrainingWork(host, Splitter(host, SplitPolicy())).runs(micro_batches))
     assert not outcome.failed
     flat = torch.cat([p.grad.flatten() for p in host.model.parameters() if p.grad is not None]).double()
     return flat, sum(float(each.loss) for each in outcome.results), sum(int(each.tokens) for each in outcome.results)

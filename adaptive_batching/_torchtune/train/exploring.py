@@ -7,6 +7,7 @@ much these ratios vary.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -27,7 +28,7 @@ from adaptive_batching._step.runner import StepRunner
 from adaptive_batching._torchtune.stock.data import Sample, is_packed
 from adaptive_batching._torchtune.stock.host import Host, StockRun
 from adaptive_batching._torchtune.stock.less_memory import remedy
-from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter, TrainingWork, held_back, parallel_of
+from adaptive_batching._torchtune.train.recipe_work import SplitPolicy, Splitter, TrainingWork, parallel_of
 from adaptive_batching._values import ByLength, Fixed
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ def _timer_of_steps(
     def seconds_of(candidate: Candidate, parts: Sequence[Any]) -> float | None:
         meter.synchronize()
         start = time.perf_counter()
-        with held_back(host, is_last=False):
+        optimizers = host.backward_optimizers  # which update nothing here
+        with contextlib.nullcontext() if optimizers is None else optimizers.closed():
             failed = runners[candidate].run_once(works[candidate].runs(parts)).failed
         meter.synchronize()
         seconds = time.perf_counter() - start
@@ -146,7 +148,7 @@ def _timer_of_steps(
         if round_ == len(seen):
             seen.append(next(windows))
         window, work = seen[round_], works[candidate]
-        work.splitter.begin_step()
+        work.begin_step()
         if isinstance(candidate, str):  # by length
             window = [[sample for batch in window for sample in batch]]
         parts = runners[candidate].filled_up([part for group in work.split(window) for part in group])

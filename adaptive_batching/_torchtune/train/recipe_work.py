@@ -31,7 +31,7 @@ from adaptive_batching._step.limits import TokenLimit
 from adaptive_batching._step.row_size import RowSize
 from adaptive_batching._step.runner import Outcome, StepRunner
 from adaptive_batching._step.sharing import Sharing
-from adaptive_batching._step.split import SplitRule, in_few_sizes, padded_tokens, split_samples
+from adaptive_batching._step.split import Split, SplitRule, in_few_sizes, padded_tokens, split_samples
 from adaptive_batching._step.work import Part, R, Samples, Work, in_halves
 from adaptive_batching._torchtune.stock.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching._torchtune.stock.data import Sample, index_of
@@ -193,13 +193,15 @@ class TrainingWork(RecipeWork[Iterable[list[Sample]], Sums]):
         super().__init__(host, find_batch_dependent_module)
         self.splitter, self._together, self.limit = splitter, together, splitter.limit
         self.rearranges = splitter.makes_rows
+        self._collates_ahead = compiles_each_size(host.loader.dataset)
         self._last: list[Sample] = []  # batch that was split
 
     def begin_step(self) -> None:
-        """Take note that a step begins."""
+        """Take note that a step begins, all of whose samples have one size of rows."""
         if self._host.backward_optimizers is not None:
             self._host.backward_optimizers.updated = False
-        self.splitter.begin_step()
+        if self.splitter.makes_rows:
+            self.splitter.row_size.begin_step(self._host.ranks.gather)
 
     def split(self, samples: Iterable[list[Sample]]) -> Iterator[list[MicroBatch]]:
         """Yield the parts of batches: of all of them together, or of each by itself, before the next is read."""
@@ -239,8 +241,30 @@ class TrainingWork(RecipeWork[Iterable[list[Sample]], Sums]):
         return super().tokens(samples)
 
     def runs(self, parts: Sequence[MicroBatch]) -> list[Callable[[], Sums]]:
+        """Return what runs forward and backward of each part, and gives its sums.
+
+        Nothing in between waits for the device: it computes while the next part is collated. Only the masks of flex
+        attention are made on the device itself, which has to be waited for; so packs are collated before any of them
+        runs.
+        """
+        host = self._host
         is_timed = self.rearranges and not _state.rehearsing  # as in an audit
-        return runs_of(self._host, parts, self.splitter.timer.around if is_timed else contextlib.nullcontext)
+        around = self.splitter.timer.around if is_timed else contextlib.nullcontext
+        ahead: list[Batch] = []
+
+        def run(part: MicroBatch, *, is_last: bool) -> Sums:
+            if self._collates_ahead and not ahead:
+                ahead.extend(batch_of(host.objective, each) for each in parts)
+            batch = ahead.pop(0) if self._collates_ahead else batch_of(host.objective, part)
+            with around(part):
+                sums = forward_backward(host, batch, part.weight, is_last=is_last)
+            if is_last and len(parts) > 1 and host.backward_optimizers is not None:
+                host.backward_optimizers.flush()
+            if part.num_tokens is None:
+                return sums
+            return replace(sums, tokens=torch.full_like(sums.tokens, part.num_tokens))
+
+        return [partial(run, part, is_last=number == len(parts)) for number, part in enumerate(parts, 1)]
 
     def num_retries(self) -> int:
         return counted(self._host.device, RETRIES)
@@ -262,37 +286,37 @@ class Splitter:
         self.may_differ = False
         """True if ranks may have got different numbers of parts from the last split."""
 
-        self._objective, self._ranks = host.objective, host.ranks
-        self._split_policy = split_policy
-        self.makes_rows = host.rows is not None and isinstance(split_policy.size, ByLength)
+        self._objective, self._rule = host.objective, split_policy.rule
+        self.makes_rows = host.rows is not None and self._rule.by_length
         """True if samples lie end to end, without padding."""
 
+        self.row_size = split_policy.row_size
+        self._size_of = self._objective.size_in_row if self.makes_rows else self._objective.size
         # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
+        # Otherwise every rank has one part as long as there is no limit.
+        self._always_may_differ = few_sizes or self._rule.by_length or self._rule.samples is not None
         self._said_that_sizes_are_few = False
         self.sharing: Sharing | None = None
         """How the samples of a step are shared out among ranks; None if each keeps its own."""
 
         is_alone = host.ranks.size == 1 or host.ranks.size != host.num_replicas or host.steps_in_backward
-        if split_policy.balances_ranks and isinstance(split_policy.size, ByLength) and not is_alone:
+        if split_policy.balances_ranks and self._rule.by_length and not is_alone:
             self.sharing = Sharing(host.ranks, host.model, waits=True)
         self.timer = ForwardTimer(host.device, self._observe)
         """Of rows, whose size is learnt."""
 
-    def begin_step(self) -> None:
-        """Take note that a step begins, all of whose samples have one size of rows."""
-        if self.makes_rows:
-            self._split_policy.row_size.begin_step(self._ranks.gather)
-
     def split(self, batch: list[Sample]) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``."""
-        parts = self._parts(batch)
-        in_parts = self._split_policy.most_samples is not None or self.limit.max_tokens is not None
-        # Otherwise every rank has one part, or as many as sizes have been compiled.
-        in_parts = in_parts or isinstance(self._split_policy.size, ByLength) or len(parts) > 1
-        self.may_differ = in_parts or self._compiled_sizes is not None
-        return self.of_lists(parts)
+        sizes = [*map(self._size_of, batch)]
+        split = split_samples(sizes, self._rule, self._most_tokens(sizes), pads=not self.makes_rows)
+        if self._compiled_sizes is not None:
+            split = self._in_compiled_sizes(split, self._compiled_sizes)
+        self.may_differ = self._always_may_differ or self.limit.max_tokens is not None
+        if len(split) == 1:
+            return [self._micro_batch([batch[index] for index in split[0]])]
+        return self.weighted([[batch[index] for index in part] for part in split])
 
     def split_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows.
@@ -303,14 +327,14 @@ class Splitter:
         if self.sharing is not None and (shared := self._shared(window, self.sharing)) is not None:
             return shared
         groups = _of_equal_share(window, self._objective)
-        return [micro_batch for group in groups for micro_batch in self.of_lists(self._parts(group))]
+        return [micro_batch for group in groups for micro_batch in self.split(group)]
 
     def _shared(self, window: list[list[Sample]], sharing: Sharing) -> list[MicroBatch] | None:
         """Return the micro-batches of this rank in a step that is shared out; None if each rank keeps its samples."""
         weights = {self._weight_of_term(batch) for batch in window}
         samples = [sample for batch in window for sample in batch]
         weight = weights.pop() if len(weights) == 1 else None
-        sizes = self._sizes(samples)
+        sizes = [*map(self._size_of, samples)]
         lists = sharing.parts(samples, sizes, weight, self._most_tokens(sizes), pads=not self.makes_rows)
         if lists is None:
             return None
@@ -325,14 +349,11 @@ class Splitter:
             return None
         return Fraction(self._objective.weight_of(counts), counts.terms)
 
-    def of_lists(self, lists: list[list[Sample]]) -> list[MicroBatch]:
-        """Return the micro-batches of a batch of its own that has these parts."""
-        return [self._micro_batch(lists[0])] if len(lists) == 1 else self.weighted(lists)
-
     def weighted(self, lists: list[list[Sample]]) -> list[MicroBatch]:
-        """Return the same, weighted by terms also where there is one: two and their union are then on one scale.
+        """Return the micro-batches of a batch that has these parts, weighted by their terms.
 
-        Stock gives a whole batch of preferences one over the number of batches in a step, whatever its size.
+        A single one is, too, so that two and their union are on one scale: stock gives a whole batch of preferences one
+        over the number of batches in a step, whatever its size.
         """
         return [part for part in self._weighted(lists) if part is not None]
 
@@ -342,39 +363,32 @@ class Splitter:
 
     def tokens(self, samples: Sequence[Sample]) -> int:
         """Return the tokens of samples that run together, with what padding they get."""
-        sizes = self._sizes(samples)
+        sizes = [*map(self._size_of, samples)]
         return sum(sizes) if self.makes_rows else padded_tokens(sizes)
-
-    def _sizes(self, samples: Sequence[Sample]) -> list[int]:
-        size = self._objective.size_in_row if self.makes_rows else self._objective.size
-        return [size(sample) for sample in samples]
 
     def _most_tokens(self, sizes: Sequence[int]) -> int | None:
         """Return the most tokens of a part of samples of these sizes."""
         limit = self.limit.max_tokens
         if limit is None or not self.makes_rows:
             return limit
-        return self._split_policy.row_size.tokens(sum(sizes), limit)
+        return self.row_size.tokens(sum(sizes), limit)
 
-    def _parts(self, batch: list[Sample]) -> list[list[Sample]]:
-        sizes = self._sizes(batch)
-        split = split_samples(sizes, self._split_policy.rule, self._most_tokens(sizes), pads=not self.makes_rows)
-        if (known := self._compiled_sizes) is not None:
-            pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
-            if len(pieces) > len(split) and not self._said_that_sizes_are_few:
-                self._said_that_sizes_are_few = True
-                log.info(
-                    "running %d packs as %s: attention is already compiled for %d numbers of packs, and not again for "
-                    "every new one", len(batch), [len(piece) for piece in pieces], len(known),
-                )  # fmt: skip
-            known.update(map(len, pieces))
-            split = pieces
-        return [[batch[index] for index in part] for part in split]
+    def _in_compiled_sizes(self, split: Split, known: set[int]) -> Split:
+        """Return ``split``, or pieces of it, of few sizes besides those ``known``, to which new ones are added."""
+        pieces = in_few_sizes(split, known, MAX_COMPILED_SIZES)
+        if len(pieces) > len(split) and not self._said_that_sizes_are_few:
+            self._said_that_sizes_are_few = True
+            log.info(
+                "running %d packs as %s: attention is already compiled for %d numbers of packs, and not again for "
+                "every new one", sum(map(len, split)), [len(piece) for piece in pieces], len(known),
+            )  # fmt: skip
+        known.update(map(len, pieces))
+        return pieces
 
     def _micro_batch(
         self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
     ) -> MicroBatch:
-        sizes = self._sizes(samples)
+        sizes = [*map(self._size_of, samples)]
         if self.makes_rows:
             tokens, longest = sum(sizes), max(map(self._objective.size, samples))
         else:
@@ -407,7 +421,7 @@ class Splitter:
         return weighted
 
     def _observe(self, micro_batch: MicroBatch, seconds: float) -> None:
-        self._split_policy.row_size.observe(micro_batch.tokens, seconds)
+        self.row_size.observe(micro_batch.tokens, seconds)
 
 
 def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:
@@ -440,34 +454,6 @@ def batch_of(objective: Objective, part: MicroBatch) -> Batch:
     return objective.lay(part.samples) if part.is_row else objective.collate(part.samples)
 
 
-def runs_of(
-    host: Host,
-    parts: Sequence[MicroBatch],
-    around: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> list[Callable[[], Sums]]:
-    """Return what runs forward and backward of each part, in a context of ``around``, and gives its sums.
-
-    Nothing in between waits for the device: it computes while the next part is collated. Only the masks of flex
-    attention are made on the device itself, which has to be waited for; so packs are collated before any of them runs.
-    """
-    collated: list[Batch] = []
-
-    def run(part: MicroBatch, *, is_last: bool) -> Sums:
-        if not collated:
-            ahead = parts if compiles_each_size(host.loader.dataset) else [part]
-            collated.extend(batch_of(host.objective, waiting) for waiting in ahead)
-        batch = collated.pop(0)
-        with around(part), held_back(host, is_last=is_last):
-            sums = forward_backward(host, batch, part.weight)
-        if is_last and len(parts) > 1 and host.backward_optimizers is not None:
-            host.backward_optimizers.flush()
-        if part.num_tokens is None:
-            return sums
-        return replace(sums, tokens=torch.full_like(sums.tokens, part.num_tokens))
-
-    return [partial(run, part, is_last=number == len(parts)) for number, part in enumerate(parts, 1)]
-
-
 def parallel_of(host: Host, collectives: MicroBatchCollectives | None = None) -> DataParallel:
     """Return how the ranks of a recipe train together; ``collectives`` are those of other runs than training's."""
     roots = host.models if host.ranks.size > 1 else []
@@ -496,14 +482,16 @@ def to_device(batch: Batch, device: torch.device) -> None:
             batch[key] = moved[key]
 
 
-def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> Sums:
+def forward_backward(host: Host, batch: Batch, weight: float | None = None, *, is_last: bool = True) -> Sums:
     """Run one micro-batch, which may still be on the host, and return its sums.
 
-    ``weight`` is the share of a part of a batch; see :meth:`Objective.loss`. With optimizers in the backward pass of
-    several ranks, the sums are those of all ranks.
+    ``weight`` is the share of a part of a batch; see :meth:`Objective.loss`. Optimizers of the backward pass wait
+    unless it ``is_last`` in its step. With them on several ranks, the sums are those of all ranks.
     """
     to_device(batch, host.device)
-    with host.taking_rows():
+    optimizers = host.backward_optimizers
+    waiting = contextlib.nullcontext() if is_last or optimizers is None else optimizers.closed()
+    with waiting, host.taking_rows():
         loss, sums = host.objective.loss(host.model, batch, weight)
         if host.steps_in_backward and host.ranks.size > 1:
             sums = sum_over_ranks(sums.map(torch.clone), host.ranks)  # copies: backward needs the loss's own values
@@ -512,13 +500,6 @@ def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> S
                 loss = loss * (host.ranks.size / divisor)
         loss.backward()  # type: ignore[no-untyped-call]
     return sums
-
-
-def held_back(host: Host, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which optimizers of the backward pass wait, unless a step's last micro-batch runs."""
-    return (
-        contextlib.nullcontext() if is_last or host.backward_optimizers is None else host.backward_optimizers.closed()
-    )
 
 
 def sum_over_ranks(sums: Sums, ranks: Ranks) -> Sums:

@@ -19,7 +19,6 @@ from adaptive_batching._torchtune.stock.objective import SHORT, Batch, Objective
 from adaptive_batching._torchtune.train.recipe_work import (
     apply_gradients,
     forward_backward,
-    held_back,
     run_once,
     sum_over_ranks,
 )
@@ -45,8 +44,7 @@ def training_step(host: Host, sample: Sample, *, accumulates: bool, note: Note |
 
     def run_one(batch: Batch, *, is_last: bool) -> Sums:
         start = time.perf_counter()
-        with held_back(host, is_last=is_last):
-            sums = forward_backward(host, dict(batch))
+        sums = forward_backward(host, dict(batch), is_last=is_last)
         if note is not None:
             if host.device.type != "cpu":
                 torch.get_device_module(host.device).synchronize(host.device)
