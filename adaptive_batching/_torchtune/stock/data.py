@@ -16,7 +16,7 @@ from adaptive_batching._values import ConfigError
 
 Sample = dict[str, Any]
 STATE_KEY = "adaptive_batching"
-_TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
+TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
 
 
 class SampleLoader:
@@ -114,11 +114,6 @@ def index_of(sample: Sample) -> int | None:
     return getattr(sample, "index", None)
 
 
-def is_text(sample: Sample) -> bool:
-    """Return True if ``sample`` has text alone: no images, or other things that its tokens refer to."""
-    return set(sample) <= _TEXT_KEYS | {"input_pos", "seq_lens"}  # the latter of packs
-
-
 def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:
     if num_samples == 0:
         raise ConfigError("dataset is empty; check its source, split and filters")
@@ -136,7 +131,7 @@ def is_packed(dataset: Any) -> bool:
 
 def stretch(sample: Sample, length: int) -> Sample | None:
     """Return ``sample`` with ``length`` tokens, at least one of them a target; None of a pack or of more than text."""
-    if not set(sample) <= _TEXT_KEYS:
+    if not set(sample) <= TEXT_KEYS:
         return None
     stretched = {key: repeat_to(values, length) for key, values in sample.items()}
     if all(label == CROSS_ENTROPY_IGNORE_IDX for label in stretched["labels"][1:]):

@@ -21,7 +21,7 @@ from torchtune.training import quantization
 
 from adaptive_batching._attention import SampleBounds
 from adaptive_batching._step.split import length_in_chunks
-from adaptive_batching._torchtune.stock.data import Sample, is_packed, is_text, repeat_to, stretch
+from adaptive_batching._torchtune.stock.data import TEXT_KEYS, Sample, is_packed, repeat_to, stretch
 from adaptive_batching._torchtune.stock.end_to_end import RowBounds
 from adaptive_batching._torchtune.stock.objective import SHORT, Activations, Batch, Counts, Objective, StockParts, Sums
 
@@ -49,7 +49,7 @@ class NextToken(Objective):
         self._loss = loss
         self._activations = activations
         self._num_chunks = num_chunks
-        self._pads = False
+        self._chunks_to_fill = 0  # by padding; see equalize_collectives
 
     def tokens(self, sample: Sample) -> Sequence[int]:
         tokens: Sequence[int] = sample["tokens"]
@@ -64,10 +64,11 @@ class NextToken(Objective):
         return Counts(terms, tokens)
 
     def size(self, sample: Sample) -> int:
-        return self._padded(len(sample["tokens"])) if self.is_text(sample) else 1
+        return length_in_chunks(len(sample["tokens"]), self._chunks_to_fill) if self.is_text(sample) else 1
 
     def is_text(self, sample: Sample) -> bool:
-        return is_text(sample)
+        """Return True if ``sample`` has text alone: no images, or other things that its tokens refer to."""
+        return set(sample) <= TEXT_KEYS | {"input_pos", "seq_lens"}  # the latter of packs
 
     def stretch(self, sample: Sample, length: int) -> Sample | None:
         return stretch(sample, length)
@@ -87,7 +88,7 @@ class NextToken(Objective):
     def collate(self, samples: Sequence[Sample]) -> Batch:
         batch = self._collate(list(samples))
         length = batch["tokens"].shape[1]  # tokens: [b, s]
-        missing = self._padded(length) - length
+        missing = length_in_chunks(length, self._chunks_to_fill) - length
         if missing <= 0 or set(batch) != {"tokens", "labels"}:
             return batch
         # That is exact: under a causal mask no earlier token sees the padding, and it has no part in the loss.
@@ -109,7 +110,7 @@ class NextToken(Objective):
         targets = functional.pad(row["labels"][0, 1:], (0, 1), value=ignored)  # of each token, the one after it
         predicting = (targets != ignored).nonzero().flatten()
         targets = targets[predicting]
-        missing = self._padded(max(len(targets), 1)) - len(targets)
+        missing = length_in_chunks(max(len(targets), 1), self._chunks_to_fill) - len(targets)
         return {
             **row,
             "labels": functional.pad(targets, (0, missing), value=ignored)[None],
@@ -118,36 +119,29 @@ class NextToken(Objective):
             "num_tokens": torch.tensor(self.counts(samples).tokens),
         }
 
-    def _padded(self, length: int) -> int:
-        return length_in_chunks(length, self._num_chunks) if self._pads else length
-
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        labels, num_tokens = self._labels(batch)  # [b, s]
+        targets, num_tokens = self._targets(batch)  # [b, s]
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
-        labels, logits = self._aligned(batch, labels, logits)
+        if not isinstance(logits, list):
+            targets, logits = targets.reshape(-1), logits.reshape(-1, logits.size(-1))
         # The mean times the number of its labels can be summed over micro-batches, and the gradient be divided by all
         # labels of the step.
-        loss = self._loss(logits, labels) * (num_tokens if weight is None else weight)
+        loss = self._loss(logits, targets) * (num_tokens if weight is None else weight)
         return loss, Sums(loss.detach(), num_tokens)
 
-    def _labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the labels out of ``batch``, and the number of those that count."""
-        labels = batch.pop("labels")
-        counted = batch.pop("num_tokens", None)
-        return labels, (labels != self._loss.ignore_index).sum() if counted is None else counted
+    def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the labels out of ``batch``; return the target of each token, [b, s], and how many labels count.
 
-    def _aligned(self, batch: Batch, labels: torch.Tensor, *logits: Any) -> tuple[Any, ...]:
-        """Move labels, so that logits stay whole: each position predicts the next one. Flatten what is in no chunks.
-
-        Those of a row have been moved, together with what its logits are asked for.
+        Labels are moved, so that logits stay whole: each position predicts the next one. Those of a row have been
+        moved, together with what its logits are asked for.
         """
-        if not isinstance(batch.get("mask"), RowBounds):
-            last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
-            labels = torch.hstack((labels[..., 1:], last))
-        if isinstance(logits[0], list):
-            return labels, *logits
-        return labels.reshape(-1), *(part.reshape(-1, part.size(-1)) for part in logits)
+        labels, counted = batch.pop("labels"), batch.pop("num_tokens", None)
+        num_tokens = (labels != self._loss.ignore_index).sum() if counted is None else counted
+        if isinstance(batch.get("mask"), RowBounds):
+            return labels, num_tokens
+        last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
+        return torch.hstack((labels[..., 1:], last)), num_tokens
 
     def smallest_batch(self, dataset: Any) -> Batch:
         if not self.is_text(dataset[0]):  # a model would skip its encoder, and the collectives of that
@@ -161,7 +155,7 @@ class NextToken(Objective):
         return {"tokens": tokens, "labels": tokens.clone()}
 
     def equalize_collectives(self) -> None:
-        self._pads = True
+        self._chunks_to_fill = self._num_chunks
 
     def divisor(self, sums: Sums) -> torch.Tensor:
         return sums.tokens
@@ -189,14 +183,16 @@ class Distillation(NextToken):
         self._teacher_loss, self._teacher_share = parts.teacher_loss, parts.teacher_share
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        labels, num_tokens = self._labels(batch)  # [b, s]
+        targets, num_tokens = self._targets(batch)  # [b, s]
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
         with torch.no_grad():
             of_teacher = self.frozen_models[0](**batch)
-        labels, logits, of_teacher = self._aligned(batch, labels, logits, of_teacher)
-        divergence = self._teacher_loss(logits, of_teacher, labels)
-        class_loss = self._loss(logits, labels)
+        if not isinstance(logits, list):
+            targets = targets.reshape(-1)
+            logits, of_teacher = (each.reshape(-1, each.size(-1)) for each in (logits, of_teacher))
+        divergence = self._teacher_loss(logits, of_teacher, targets)
+        class_loss = self._loss(logits, targets)
         del logits, of_teacher  # else they would be held through the backward pass
         share = num_tokens if weight is None else weight
         mixed = self._mixed(class_loss, divergence) * share
