@@ -267,7 +267,12 @@ def _lines(path: Path) -> Iterator[tuple[str, Event]]:
 
 
 def written(kind: str, values: Mapping[str, Any]) -> str:
-    return json.dumps(_with_texts({"event": kind, **values}), default=str, allow_nan=False) + "\n"
+    """Return the line of an event."""
+    event = {"event": kind, **values}
+    try:
+        return json.dumps(event, default=str, allow_nan=False) + "\n"
+    except ValueError:  # of a number that JSON does not have
+        return json.dumps(_with_texts(event), default=str, allow_nan=False) + "\n"
 
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
