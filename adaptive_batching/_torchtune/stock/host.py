@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,13 +98,14 @@ class Host:
     max_length: int | None = None  # tokens that the tokenizer truncates samples to
     rows: RowSeams | None = None  # where models take rows of samples end to end, if they do
 
-    @property
+    @functools.cached_property
     def steps_in_backward(self) -> bool:
         return self.backward_optimizers is not None
 
-    def taking_rows(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the models take rows of samples, if they do at all."""
-        return contextlib.nullcontext() if self.rows is None else self.rows.open()
+    @functools.cached_property
+    def taking_rows(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Returns a context in which the models take rows of samples, if they do at all."""
+        return contextlib.nullcontext if self.rows is None else self.rows.open
 
     @property
     def models(self) -> list[nn.Module]:

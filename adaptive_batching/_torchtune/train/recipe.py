@@ -207,7 +207,11 @@ class AdaptiveBatching:
 
     def learning_rate(self) -> float:
         """Return the learning rate that stock would log."""
-        return float(get_lr(hosts.learning_rate_holder(self)))
+        return float(get_lr(self._rate_holder))
+
+    @functools.cached_property
+    def _rate_holder(self) -> Any:
+        return hosts.learning_rate_holder(self)
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Hand metrics to stock's logger; a full disk there ends no training."""

@@ -184,6 +184,7 @@ class TrainingLoop:
         self.training = training
         self._host, self._run, self._schedule = training.host, training.run, training.schedule
         self._work, self._runner, self._validation = work, runner, validation
+        self._logs = training.host.ranks.is_first
         self._start_window()
 
     def run(self) -> None:
@@ -231,7 +232,8 @@ class TrainingLoop:
                 recording.close()
                 if self._run.profiler is not None and not self._run.profiles_steps:
                     self._run.profiler.step()
-            recording.enter_context(self.training.recorded_memory(epoch, index))
+            if self._run.memory_history is not None:
+                recording.enter_context(self.training.recorded_memory(epoch, index))
             yield batch
 
     def _start_window(self) -> None:
@@ -253,7 +255,8 @@ class TrainingLoop:
             sums = sum_over_ranks(sums, host.ranks)
         with self._work.stepping():
             grad_norm = apply_gradients(host, sums)
-        self._work.splitter.timer.read()
+        if self._work.splitter.makes_rows:
+            self._work.splitter.timer.read()
         schedule.take_step()
         training.count_step(epoch)
 
@@ -261,20 +264,19 @@ class TrainingLoop:
         seconds = time.perf_counter() - self._window_start
         samples = list(itertools.chain(*self._window))
         cost = self._costs.cost_of(samples, parts, seconds, self._work.splitter.sharing)
+        rate, recoveries = float(training.hooks.learning_rate()), self._runner.num_recoveries
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{training.global_step}|Loss: {loss:.4f}")
-        progress.set_postfix_str(columns(len(self._window[-1]), cost, self._runner.num_recoveries))
-        if training.global_step % self._run.log_every == 0 and host.ranks.is_first:
-            self._log_metrics(loss, sums, grad_norm)
+        progress.set_postfix_str(columns(len(self._window[-1]), cost, recoveries))
+        if self._logs and training.global_step % self._run.log_every == 0:
+            self._log_metrics(loss, rate, sums, grad_norm)
 
-        recoveries, recovered = self._runner.num_recoveries, self._runner.take_recovered()
+        recovered = self._runner.take_recovered()
         for watcher in training.watchers:
             for failed, max_tokens in recovered:
                 watcher.recovery(epoch=epoch, step=training.global_step, failed=failed, max_tokens=max_tokens)
             watcher.cost(cost)
-            seen = len(samples) * host.num_replicas
-            rate = float(training.hooks.learning_rate())
-            watcher.step(epoch, training.global_step, seen, loss, rate, recoveries)
+            watcher.step(epoch, training.global_step, len(samples) * host.num_replicas, loss, rate, recoveries)
 
         # A decision on the next size may read the validation's loss.
         if self._validation is not None and self._validation.is_due(training.global_step):
@@ -286,18 +288,18 @@ class TrainingLoop:
     def _validate(self, epoch: int, validation: Validation) -> None:
         training, start = self.training, time.perf_counter()
         loss = validation.run()
-        if self._host.ranks.is_first:
+        if self._logs:
             training.hooks.log_metrics({"val_loss": loss}, training.global_step)
         for watcher in training.watchers:
             watcher.validation(epoch, training.global_step, loss)
         training.note_time("validation", epoch, start)
         self._schedule.note_validation(loss)
 
-    def _log_metrics(self, loss: float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
+    def _log_metrics(self, loss: float, rate: float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
         host, hooks = self._host, self.training.hooks
         metrics = {
             "loss": loss,
-            "lr": hooks.learning_rate(),
+            "lr": rate,
             "tokens_per_second_per_gpu": sums.tokens / ((time.perf_counter() - self._window_start) * host.ranks.size),
             **host.objective.metrics(sums),
         }
@@ -398,7 +400,7 @@ class TrainingRun:
         # Outside of the limit, as nothing may come in the way of a checkpoint.
         is_last = schedule.batch_schedule.ends_before(number + 1)
         self._note_progress(epochs_run=number + 1)
-        if self._save_every is None or is_last or self._is_step_to_save:
+        if is_last or self._save_every is None or self.global_step % self._save_every == 0:
             self._save(number, is_last=is_last)
 
     def end(self) -> None:
@@ -425,7 +427,7 @@ class TrainingRun:
 
     def save_if_due(self, epoch: int) -> bool:
         """Save after a step within ``epoch`` if one is due; return True if it was."""
-        if not self._is_step_to_save:
+        if self._save_every is None or self.global_step % self._save_every:
             return False
         self._limit.close()
         self._note_progress(epochs_run=epoch)
@@ -452,10 +454,6 @@ class TrainingRun:
     def _note_progress(self, *, epochs_run: int) -> None:
         steps_per_epoch = self.schedule.batch_schedule.steps_per_epoch
         self.hooks.note_progress(epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=steps_per_epoch)
-
-    @property
-    def _is_step_to_save(self) -> bool:
-        return self._save_every is not None and self.global_step % self._save_every == 0
 
     def _save(self, epoch: int, *, is_last: bool) -> None:
         start = time.perf_counter()
