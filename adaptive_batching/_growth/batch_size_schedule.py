@@ -212,12 +212,12 @@ class BatchSizeSchedule:
 
     def take_step(self) -> int:
         """Record an optimizer step and return how many steps the schedule takes with it."""
-        before, reference_steps = self._used_steps, self.shape.reference_steps
-        self.samples_seen += self.window * self.shape.replicas
+        before, reference_steps, window = self._used_steps, self.shape.reference_steps, self.window
+        self.samples_seen += window * self.shape.replicas
         self.steps += 1
-        self.seen_in_epoch += self.window
+        self.seen_in_epoch += window
         self.steps_in_epoch += 1
-        self._used_samples += self.window * self._used_per_sample
+        self._used_samples += window * self._used_per_sample
         self._used_steps = min(int(self._used_samples / self.shape.reference_samples), reference_steps)
         if self.epoch_is_over:
             self._used_steps = reference_steps  # dropped remainders do not add up

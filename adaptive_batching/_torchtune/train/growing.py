@@ -1,14 +1,25 @@
-"""The batch size while training: laid out from the settings and followed, with the observations that decisions need."""
+"""The batch size and the learning rate while training: laid out from the settings, and followed.
+
+The rate is that of stock's schedule, read by samples seen, times a factor that follows the global batch. Checkpoints
+hold it without its factor, as if the batch had not grown.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import torch
+from omegaconf import DictConfig
+from torch.optim import Optimizer
+from torchtune import config
 from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
@@ -20,7 +31,6 @@ from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._probe.sizing import Sizes
 from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.stock.host import Host, StockRun
-from adaptive_batching._torchtune.stock.learning_rate import LearningRate
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +135,78 @@ def _batch_schedule_of(
     )
 
 
+def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial_lr: float) -> list[float]:
+    """Return the learning rate before each step of the stock run, and after the last."""
+    if cfg_lr_scheduler is None:
+        return [initial_lr]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=initial_lr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no step of this optimizer is ever taken
+        scheduler = config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=num_steps, last_epoch=-1)
+        rates = [float(optimizer.param_groups[0]["lr"])]
+        for _ in range(num_steps):
+            scheduler.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+    return rates
+
+
+def scheduled_steps(epochs_run: int, stored: Mapping[str, Any], steps_per_epoch: int) -> int:
+    """Return how many steps the schedule of a resumed run has taken; ``stored`` may tell of a part of an epoch."""
+    within_epoch = stored.get("growth", {}).get("within_epoch")
+    part = Fraction(0) if within_epoch is None else Fraction(*within_epoch["schedule"])
+    return int((epochs_run + part) * steps_per_epoch)
+
+
+class LearningRate:
+    """Moves a schedule of torch, None for a constant rate, and multiplies its rate by a factor.
+
+    The schedule never sees the factor: many schedulers compute a rate from the last one. So the rate that it has set is
+    put back before each of its steps, and multiplied after it.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
+        self._scheduler = scheduler
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        # Of optimizers that step in the backward pass, stock tells one alone the rate before the first step.
+        self._have_one_rate = len(optimizers) == 1
+        self._scale = 1.0
+        self._scheduled: list[Any] = []
+
+    def advance(self, steps: int) -> None:
+        if self._scheduler is None or (steps == 0 and self._have_one_rate):
+            return
+        with self.unscaled():
+            for _ in range(steps):
+                self._scheduler.step()
+            if not self._have_one_rate:
+                for group in self._groups:
+                    set_rate(group, self._scheduler.get_last_lr()[0])
+        self._have_one_rate = True
+
+    def set_scale(self, scale: float) -> None:
+        with self.unscaled():
+            self._scale = scale
+
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Give the optimizers the rate that the schedule has set, inside."""
+        for group, scheduled in zip(self._groups, self._scheduled, strict=False):
+            set_rate(group, scheduled)
+        self._scheduled = []
+        yield
+        if self._scale != 1:
+            self._scheduled = [copy.deepcopy(group["lr"]) for group in self._groups]
+            for group, scheduled in zip(self._groups, self._scheduled, strict=True):
+                set_rate(group, scheduled * self._scale)
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep it on the device
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
+
+
 @dataclass
 class _Interval:
     """Sums on this rank since the last decision."""
@@ -209,9 +291,8 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        values: dict[str, float] = {"batch_size": self.batch_schedule.controller.batch_size}
-        values["global_batch_size"] = self.global_batch_size
-        return values
+        batch_size = self.batch_schedule.controller.batch_size
+        return {"batch_size": batch_size, "global_batch_size": self.global_batch_size}
 
     def state_dict(self) -> dict[str, Any]:
         return {

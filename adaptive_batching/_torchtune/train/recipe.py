@@ -27,11 +27,15 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.stock import checkpoints
 from adaptive_batching._torchtune.stock import host as hosts
 from adaptive_batching._torchtune.stock.data import STATE_KEY, SampleLoader, check_data_fills_a_step
-from adaptive_batching._torchtune.stock.learning_rate import scheduled_rates, scheduled_steps, set_rate
 from adaptive_batching._torchtune.stock.loading import replaced_in_torchtune
 from adaptive_batching._torchtune.stock.losses import OF_STOCK, next_token
 from adaptive_batching._torchtune.stock.objective import Objective, StockParts
-from adaptive_batching._torchtune.train.growing import resolve_increase
+from adaptive_batching._torchtune.train.growing import (
+    resolve_increase,
+    scheduled_rates,
+    scheduled_steps,
+    set_rate,
+)
 from adaptive_batching._torchtune.train.probing import CacheInputs, stored_probe_in
 from adaptive_batching._torchtune.train.run import Run
 from adaptive_batching._torchtune.train.settings import describe, read_settings, read_validation, report_dir

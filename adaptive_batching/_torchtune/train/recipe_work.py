@@ -310,13 +310,13 @@ class Splitter:
     def split(self, batch: list[Sample]) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``."""
         sizes = [*map(self._size_of, batch)]
-        split = split_samples(sizes, self._rule, self._most_tokens(sizes), pads=not self.makes_rows)
+        limit = self._most_tokens(sizes)
+        split = split_samples(sizes, self._rule, limit, pads=not self.makes_rows)
         if self._compiled_sizes is not None:
             split = self._in_compiled_sizes(split, self._compiled_sizes)
-        self.may_differ = self._always_may_differ or self.limit.max_tokens is not None
-        if len(split) == 1:
-            return [self._micro_batch([batch[index] for index in split[0]])]
-        return self.weighted([[batch[index] for index in part] for part in split])
+        self.may_differ = self._always_may_differ or limit is not None
+        lists = [[batch[index] for index in part] for part in split]
+        return [self._micro_batch(lists[0])] if len(lists) == 1 else self.weighted(lists)
 
     def split_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows.
