@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -13,8 +14,9 @@ from torch import nn
 from torchtune.training import OffloadActivations
 
 from adaptive_batching._step import runner
+from adaptive_batching._torchtune.stock.data import Sample
 from adaptive_batching._torchtune.train import recipe_work
-from adaptive_batching._torchtune.train.recipe_work import run_once
+from adaptive_batching._torchtune.train.recipe_work import BatchesAsTheyRun, run_once
 from tests.support.hosts import host, next_token
 
 
@@ -72,3 +74,24 @@ def test_batches_are_copied_without_waiting_for_the_device(device: str, expected
     assert set(batch) == {"tokens", "images"}
     with pytest.raises(ValueError, match="must be a dict or Tensor"):
         recipe_work.to_device({"tokens": [1, 2, 3]}, torch.device("cpu"))
+
+
+def test_batches_that_run_again_are_not_read_again_and_meet_the_random_numbers_that_they_met() -> None:
+    def reading() -> Iterator[list[Sample]]:
+        for number in range(3):
+            torch.rand(1)  # as to augment
+            yield [{"tokens": [number]}]
+
+    torch.manual_seed(0)
+    batches = BatchesAsTheyRun(reading(), torch.device("cpu"))
+    first, again = [], []
+    for batch in batches:
+        first.append((batch, torch.rand(1).item()))
+        if len(first) == 2:  # memory runs out
+            break
+    torch.manual_seed(1)
+    for batch in batches:
+        again.append((batch, torch.rand(1).item()))
+    torch.manual_seed(0)
+    undisturbed = [(batch, torch.rand(1).item()) for batch in reading()]
+    assert again == undisturbed and first == undisturbed[:2] and batches.read == [batch for batch, _ in again]
