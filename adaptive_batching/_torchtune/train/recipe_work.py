@@ -164,15 +164,15 @@ class BatchesAsTheyRun:
     def __init__(self, batches: Iterator[list[Sample]], device: torch.device) -> None:
         self.read: list[list[Sample]] = []
         self._batches, self._device = batches, device
-        self._before: list[RandomState] = []  # each of them has run
+        self._random_states: list[RandomState] = []  # before each of those that were read has run
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        for batch, random_state in zip(self.read, self._before, strict=True):
+        for batch, random_state in zip(self.read, self._random_states, strict=True):
             random_state.put_back()
             yield batch
         for batch in self._batches:
             self.read.append(batch)
-            self._before.append(RandomState(self._device))
+            self._random_states.append(RandomState(self._device))
             yield batch
 
 
