@@ -16,6 +16,7 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batching.torchtune import AdaptiveBatching, Watcher
+from tests.support.wide import wide
 
 GIB = 2**30
 CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
@@ -107,7 +108,7 @@ def within(kind: str, llama: Path, folder: Path, batch_size: int, limit: int, **
 
 @pytest.mark.parametrize(
     ("kind", "card", "segments"),
-    [("LoRA", 12, False), ("full", 24, True)],
+    [wide("LoRA", 12, False), ("full", 24, True)],
     indirect=["segments"],
 )
 def test_the_answer_trains_on_without_a_retry_and_one_sample_more_does_not(

@@ -27,6 +27,7 @@ from tests.support.records import events
 
 pytestmark = pytest.mark.cuda
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="runs where there is no CUDA device")
 
 CUDA = [
     "device=cuda", "tokenizer.max_seq_len=512", "dataset.split=train[:2000]", "epochs=1", "log_peak_memory_stats=False",
@@ -168,7 +169,7 @@ def test_a_step_of_a_plain_loop_does_not_wait_for_the_device(max_tokens: int | N
 
 
 @pytest.mark.skipif(bool(why_not_drained()), reason=why_not_drained())
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=without_cuda), pytest.param("cuda", marks=on_cuda)])
 def test_a_sharded_model_on_one_rank_recovers_whatever_breaks_off(device: str, tmp_path: Path) -> None:
     """With one rank there is nothing to drain; that several do not hang is tested on the cpu, with gloo."""
     [differences] = run_ranks(differences_on, device, folder=tmp_path, size=1, forks=device == "cpu")
