@@ -128,11 +128,12 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
         """The limit on the tokens of a part."""
 
         self._metrics = trl_metrics_of(trainer)
-        self.noise = NeftuneNoise(trainer.model)
+        noise = NeftuneNoise(trainer.model)
+        self.noise = noise if noise else None
         """NEFTune's, if the trainer adds any."""
 
         self._batches: Sequence[list[Sample]] = []  # of the step
-        self.joins_batches = joins_batches and not self.noise
+        self.joins_batches = joins_batches and self.noise is None
         """True if samples of several batches may run together."""
 
         self.trainer, self._dependent_module = trainer, dependent_module
@@ -317,7 +318,7 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                 to_run.append(PartToRun(part, batch, row, self.kind.count(batch, len(part.samples))))
         counts = [each.number for each in to_run]
         total = self._total(counts)  # a collate function that masks at random has other targets now
-        noise = self._noise_of(to_run) if self.noise else [1.0] * len(to_run)
+        noise = [1.0] * len(to_run) if self.noise is None else self._noise_of(self.noise, to_run)
         runs: list[Callable[[], torch.Tensor]] = [
             partial(self._run_part, each, total, len(to_run), factor)
             for each, factor in zip(to_run, noise, strict=True)
@@ -375,17 +376,17 @@ class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]
                 return int(self.trainer._get_num_items_in_batch(batches, torch.device("cpu")))
         return sum(counts) if self._num_drawn is None else self._num_drawn
 
-    def _noise_of(self, to_run: Sequence[PartToRun]) -> list[float]:
+    def _noise_of(self, noise: NeftuneNoise, to_run: Sequence[PartToRun]) -> list[float]:
         """Return what the noise of each part is multiplied by, so that it is that of its batch."""
         batch_of = {id(sample): number for number, batch in enumerate(self._batches) for sample in batch}
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
         lengths = [float(each.batch[name].shape[-1]) if name in each.batch else 1.0 for each in to_run]
         batches = [batch_of.get(id(each.part.samples[0]), -1) for each in to_run]
-        return self.noise.factors(lengths, batches, pads=self.pads)
+        return noise.factors(lengths, batches, pads=self.pads)
 
     def _run_part(self, to_run: PartToRun, total: Any, num_parts: int, noise: float) -> torch.Tensor:
         with contextlib.ExitStack() as around:
-            if self.noise:
+            if self.noise is not None:
                 around.enter_context(self.noise.times(noise))
             if to_run.row is not None:
                 around.enter_context(self._attention.within(to_run.row.bounds))
