@@ -70,10 +70,10 @@ class PartToRun:
     part: Part
     batch: Any
     row: Row | None
-    """That the batch is laid out in, if it is."""
+    """The row that the batch is laid out in; None if it is padded."""
 
     number: Any
-    """Of its losses."""
+    """The number of its losses."""
 
 
 class StepInParts(SampleWork[Sample, Sequence[list[Sample]], Part, torch.Tensor]):
