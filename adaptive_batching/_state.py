@@ -38,7 +38,7 @@ _HOW_TO_DECLARE = (
 
 
 class Reported:
-    """Whether undeclared side effects have been looked for in a run; they are reported once."""
+    """Shared by the states of a run, in which undeclared side effects are reported once."""
 
     is_done = False
 
@@ -88,7 +88,7 @@ class State:
         self._constant: dict[int, Kept] | None = None  # small ones that the first step has left as they were, by number
         self._saved: Saved | None = None
         self.reported = Reported() if reported is None else reported
-        """Whether undeclared side effects have been looked for."""
+        """Its ``is_done`` is True once undeclared side effects have been looked for."""
 
     @property
     def modules(self) -> list[nn.Module]:

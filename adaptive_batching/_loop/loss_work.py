@@ -112,7 +112,7 @@ class LossWork(SampleWork[Sample, list[Sample], LossPart, tuple[torch.Tensor, to
 
     @property
     def _divisor(self) -> float:
-        """What the losses of several parts are divided by before their backward passes."""
+        """The divisor of the losses of several parts, before their backward passes."""
         return self._num_samples / self._parallel.ranks.size * self._losses_per_sample
 
     @property
